@@ -285,6 +285,10 @@ class Arrival:
         """Waits until the copy has finished."""
 
 
+ARRIVED = Arrival()
+"""A copy that finished at once."""
+
+
 class Mark(Arrival):
     """A point in the work of a `SideQueue`. On the host, the point is reached at its creation."""
 
@@ -440,13 +444,13 @@ class ResizedReservation(Reservation):
     def __init__(self, numel: int, dtype: torch.dtype, kept: slice, device: torch.device):
         self.own = torch.empty(kept.stop - kept.start, dtype=dtype, device=device)
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.flat.nbytes
+        self._storage, self._nbytes = self.flat.untyped_storage(), self.flat.nbytes
 
     def restore(self) -> None:
-        self.flat.untyped_storage().resize_(self._nbytes)
+        self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
 
 def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False) -> Reservation:
@@ -561,7 +565,7 @@ class HostValue:
 
     def __init__(self, scalar: torch.Tensor):
         if scalar.device.type == "cpu":
-            self._copy, self._there = scalar, Arrival()
+            self._copy, self._there = scalar, ARRIVED
             return
         # Pinned, because a copy to pageable memory would make the host wait for all work in the device's queue.
         self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -33,6 +34,19 @@ def check_flat(
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"hf_zero: {name} is {tensor.dtype}, and {allowed} are allowed. Cast it first.")
+
+
+_DEVICE, _DTYPE, _FLOATS = attrgetter("device"), attrgetter("dtype"), frozenset(FLOAT_DTYPES)
+
+
+def are_flat(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors pass `check_flat`, each with its own number of elements, on the device of the first. Runs in C loops."""
+    return (
+        {1}.issuperset(map(torch.Tensor.dim, tensors))
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and len(set(map(_DEVICE, tensors))) == 1
+        and _FLOATS.issuperset(map(_DTYPE, tensors))
+    )
 
 
 _GIVEN_UP: set[str] = set()

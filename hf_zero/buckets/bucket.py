@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
-from ..device import Arrival
+from ..device import ARRIVED, Arrival
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod
@@ -71,7 +71,9 @@ class FlatViews:
         tail = flat.numel() - self._end
         pieces = flat.split_with_sizes([*self._sizes, tail] if tail else self._sizes)
         found = list(map(pieces.__getitem__, self._places))
-        _replace(found, self._shaped, map(torch.Tensor.view, map(found.__getitem__, self._shaped), self._shapes))
+        # `__setitem__` returns None, so `any` runs to the end.
+        shaped = self._shaped
+        any(map(found.__setitem__, shaped, map(torch.Tensor.view, map(found.__getitem__, shaped), self._shapes)))
         return found
 
     def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
@@ -84,8 +86,8 @@ class FlatViews:
         """
         if not all(map(torch.Tensor.is_contiguous, values)):
             values = [value.contiguous() for value in values]
-        parts = list(values)
-        _replace(parts, self._shaped, map(torch.Tensor.view, map(values.__getitem__, self._shaped), repeat(-1)))
+        parts, shaped = list(values), self._shaped
+        any(map(parts.__setitem__, shaped, map(torch.Tensor.view, map(values.__getitem__, shaped), repeat(-1))))
         if self._gaps:
             parts = self._with_zeros_between(parts, flat)
         filled = flat if self._end == flat.numel() else flat[: self._end]
@@ -276,6 +278,7 @@ class Bucket:
         is_away: whether the master is in a file, or in memory only for the step. `master` and the rows then have a shape but
             no memory.
         gradient_dtype: dtype of the reduced gradient stored in the rows until the step.
+        laid: the rows' gradients as left by the last reduction; see `laid_gradients_of`.
     """
 
     def __init__(
@@ -297,10 +300,10 @@ class Bucket:
         self.share = 1.0 / group.groups.world_size
         self.rows_are_parameters = rows_are_parameters
         self.tier = tier
-        self.arrival = Arrival()
+        self.arrival: Arrival = ARRIVED
         self.is_away = False
         self._labels: dict[str, Label] = {}
-        self._laid: LaidGradients | None = None
+        self.laid: LaidGradients | None = None
         self.gradient_dtype = precision.master
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
@@ -369,7 +372,7 @@ class Bucket:
     @property
     def copy_to_write(self) -> torch.Tensor | None:
         """Returns the parameters' shard, (shard_numel,), if a step may write parameters and master; None otherwise."""
-        return self.memory.writable_own if self.keeps_master else None
+        return self.memory.writable_own if self.precision.keeps_master and not self.memory.is_master else None
 
     @cached_property
     def contents(self) -> str:
@@ -406,6 +409,7 @@ class Bucket:
         self.memory.set_data(parameter, slot.view)
         # A new stand-in, because the parameter may have a new dtype; the shard tensor is kept.
         self.__dict__.pop("stand_ins", None)
+        self.__dict__.pop("_held", None)
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
         # Take the version after the copy above, which is not an edit by the script.
@@ -439,6 +443,20 @@ class Bucket:
     def stand_ins(self) -> list[ShardedGradient]:
         """Returns the slots' gradient stand-ins, in slot order; `adopt` replaces them."""
         return [slot.sharded_gradient for slot in self.slots]
+
+    @cached_property
+    def _held(self) -> tuple[list[Any], list[str], list[Any]]:
+        """Returns the arguments of a loop of `setattr` for `hold_gradients`: objects, names of attributes, values."""
+        stand_ins, count = self.stand_ins, len(self.slots)
+        names = ["state"] * count + ["pending"] * count + ["grad"] * count
+        values = [GradientState.HELD] * count + [None] * count + stand_ins
+        return [*stand_ins, *stand_ins, *self.parameters], names, values
+
+    def hold_gradients(self) -> None:
+        """Replaces all `p.grad` by stand-ins, for gradients that are reduced into rows."""
+        with look_only():
+            # `setattr` returns None, so `any` runs to the end.
+            any(map(setattr, *self._held))
 
     @cached_property
     def _slot_starts(self) -> list[int]:
@@ -477,9 +495,9 @@ class Bucket:
 
         Clipped gradients whose coefficients a kernel multiplies count as plain.
         """
-        laid = self.laid_gradients()
+        laid = laid_gradients_of([self])
         if laid is not None and laid[1] is None:
-            return laid[0]
+            return laid[0][0]
         gradients: Any = list(map(GRADIENT_OF, self.row_tensors))
         kinds = set(map(type, gradients))
         if kinds == {ClippedGradient}:
@@ -511,24 +529,11 @@ class Bucket:
             set_all(self.row_tensors, "grad", views)
         if views:
             flats = [(interval, flat[interval.start : interval.stop]) for _, interval in self.row_runs]
-            self._laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
-
-    def laid_gradients(self) -> tuple[list[tuple[Interval, torch.Tensor]], Coefficient | None] | None:
-        """Returns the rows' gradients like `flat_gradients`, with the clip coefficient if still pending.
-
-        A fast check: returns None unless the gradients are exactly as left by `lay_gradients`.
-        """
-        laid = self._laid
-        if laid is None:
-            return None
-        found = coefficient_of_all(list(map(GRADIENT_OF, self.row_tensors)), laid.views)
-        if found is None or list(map(torch.Tensor.data_ptr, laid.views)) != laid.addresses:
-            return None
-        return laid.flats, found[0]
+            self.laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
 
     def forget_laid(self) -> None:
         """Drops the references to the gradients made by `lay_gradients`, because their memory is about to be freed."""
-        self._laid = None
+        self.laid = None
 
     @cached_property
     def _row_starts(self) -> list[int]:
@@ -613,8 +618,10 @@ class Bucket:
 
     def await_gradient(self) -> None:
         """Waits until the rows have their reduced gradient. Call before reading or writing gradient values."""
-        arrival, self.arrival = self.arrival, Arrival()
-        arrival.wait()
+        arrival = self.arrival
+        if arrival is not ARRIVED:
+            self.arrival = ARRIVED
+            arrival.wait()
 
     def end_step(self) -> list[ParameterSlot]:
         """Frees the reduced gradients; `p.grad` stays until zeroed by the script. Returns the stepped slots.
@@ -774,6 +781,26 @@ def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
     return [bucket for bucket in buckets if not bucket.rows_are_parameters]
 
 
+_LAID, _VIEWS, _ADDRESSES, _FLATS = map(attrgetter, ("laid", "views", "addresses", "flats"))
+
+
+def laid_gradients_of(
+    buckets: Sequence[Bucket],
+) -> tuple[list[list[tuple[Interval, torch.Tensor]]], Coefficient | None] | None:
+    """Returns each bucket's gradients as `flat_gradients` does, and the clip coefficient that nobody has multiplied in or taken.
+
+    None unless all gradients are as `lay_gradients` has left them, with one coefficient: this is a quick look.
+    """
+    laid: list[Any] = list(map(_LAID, buckets))
+    if not all(laid):
+        return None
+    views = list(chain.from_iterable(map(_VIEWS, laid)))
+    found = coefficient_of_all(list(map(GRADIENT_OF, _all(buckets, _ROW_TENSORS))), views)
+    if found is None or list(map(torch.Tensor.data_ptr, views)) != list(chain.from_iterable(map(_ADDRESSES, laid))):
+        return None
+    return list(map(_FLATS, laid)), found[0]
+
+
 def begin_step_of(buckets: Sequence[Bucket]) -> None:
     """Calls `begin_step` of all buckets unless a fast check shows there is nothing to do."""
     for bucket in buckets:
@@ -799,7 +826,7 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
     Rows that are whole parameters keep `grad` until the script zeroes it, as under DDP; no other reference to its memory
     remains.
     """
-    set_all(buckets, "_laid", repeat(None))
+    set_all(buckets, "laid", repeat(None))
     buckets = _with_parts(buckets)
     with look_only():
         parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
@@ -852,10 +879,11 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     buckets = sorted(set(map(BUCKET_OF, rows)), key=_INDEX)
     if len(phases) == 1 and len(rows) == sum(map(len, map(_ROWS, buckets))):
         (phase,) = phases
-        flats = [bucket.flat_gradients() for bucket in buckets]
+        laid = laid_gradients_of(buckets)
+        flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [b.flat_gradients() for b in buckets]
         if all(map(is_not, flats, repeat(None))):
             # The usual case, without a Python loop over rows.
-            return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat or ()]
+            return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat]
     return _runs_row_by_row(rows, phase_of)
 
 

@@ -194,16 +194,14 @@ class _Known(NamedTuple):
 
     Attributes:
         kinds, hidden_kinds: their classes before and afterwards.
-        owners, names: the parameters and their attributes, for `setattr`.
-        whole, hidden: the values of these attributes.
+        shows, hides: the arguments of a loop of `setattr` that makes them whole, or hides them: parameters, names, values. A
+            guarded parameter refuses new data, so it has its plain class first when it becomes whole, and last when it is hidden.
     """
 
     kinds: list[type]
     hidden_kinds: list[type]
-    owners: list[nn.Parameter]
-    names: list[str]
-    whole: list[object]
-    hidden: list[object]
+    shows: tuple[list[nn.Parameter], list[str], list[object]]
+    hides: tuple[list[nn.Parameter], list[str], list[object]]
 
     @classmethod
     def of(
@@ -214,8 +212,9 @@ class _Known(NamedTuple):
         absences: Sequence[torch.Tensor],
     ) -> "_Known":
         hidden_kinds, count = list(map(type, parameters)), len(parameters)
-        owners, names = [*parameters, *parameters], ["data"] * count + ["__class__"] * count
-        return cls(kinds, hidden_kinds, owners, names, [*places, *kinds], [*absences, *hidden_kinds])
+        owners, data, classes = [*parameters, *parameters], ["data"] * count, ["__class__"] * count
+        shows = owners, [*classes, *data], [*kinds, *places]
+        return cls(kinds, hidden_kinds, shows, (owners, [*data, *classes], [*absences, *hidden_kinds]))
 
 
 class GatheredMemory(ParameterMemory):
@@ -317,9 +316,13 @@ class GatheredMemory(ParameterMemory):
             start: starts the all-gather.
             exactly: gather in the dtype of the shard, if `flat` has another dtype.
         """
-        self._make_room(exactly=exactly)
-        if self.casts and self.shown is self.flat:
-            self._own_of_flat.copy_(self._own)
+        if self.casts:
+            self._make_room(exactly=exactly)
+            if self.shown is self.flat:
+                self._own_of_flat.copy_(self._own)
+        else:
+            self.is_readable = True
+            self._reservation.restore()
         return start()
 
     def arrive(self) -> None:
@@ -387,12 +390,12 @@ class GatheredMemory(ParameterMemory):
         """Calls `set_data` for all parameters of the bucket, in order. Must be fast: runs four times per layer and step."""
         is_whole = self.is_readable
         if self.read_as is None and self.shown is self.flat:
-            known, kinds = self._known, list(map(type, parameters))
-            if kinds == (known.hidden_kinds if is_whole else known.kinds):
+            known = self._known
+            before, sets = (known.hidden_kinds, known.shows) if is_whole else (known.kinds, known.hides)
+            if list(map(type, parameters)) == before:
                 # The usual case does the same as the code below in one loop in C. `setattr` returns None, so `any` runs to the
-                # end. `look_only` is needed because a guarded parameter refuses new data, even from the engine.
-                with look_only():
-                    any(map(setattr, known.owners, known.names, known.whole if is_whole else known.hidden))
+                # end.
+                any(map(setattr, *sets))
                 return
         if self.read_as is not None:
             for parameter, place in zip(parameters, places):

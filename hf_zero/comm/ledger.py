@@ -24,7 +24,7 @@ import torch
 from ..device import Moment, clock
 from ..presence.arrivals import CommunicationError
 from ..presence.rank_state import ScriptCollective, script_line
-from .collective_log import ENDED, CollectiveLog, first_line
+from .collective_log import ENDED, LABEL, CollectiveLog, first_line
 
 _Result = TypeVar("_Result")
 
@@ -116,11 +116,41 @@ class Wait(AbstractContextManager):
                 watch.waits[self._thread] = self._outer
 
 
+class Tally:
+    """Counts the starts of one collective and the bytes sent. A start adds to a single number: nearly all send the same bytes.
+
+    Attributes:
+        kind: the kind of the collective.
+        sent, between: the bytes that each start sends, to all ranks and to ranks on other nodes.
+        group, nbytes: the ranks and the bytes of the tensor from which a transport has computed these; None and 0 if it has not.
+        number: starts since these bytes changed.
+    """
+
+    __slots__ = ("_before", "between", "group", "kind", "nbytes", "number", "sent")
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.sent = self.between = self.nbytes = self.number = 0
+        self.group: object = None
+        self._before = (0, 0, 0)
+
+    def send(self, sent: int, between: int, group: object = None, nbytes: int = 0) -> None:
+        """Sets the bytes of the next starts."""
+        self._before = self.totals
+        self.sent, self.between, self.group, self.nbytes, self.number = sent, between, group, nbytes, 0
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Returns the number of all starts, and their bytes sent, in all and between nodes."""
+        starts, sent, between = self._before
+        return starts + self.number, sent + self.number * self.sent, between + self.number * self.between
+
+
 class Watch:
     """Knows which collectives this rank's threads are waiting in.
 
     Attributes:
-        tallies: by the name of each collective, its kind, how often it has been started, and bytes sent in all and between nodes.
+        tallies: the counts of each collective, by its name.
         given_up: the last wait that failed.
         log: the last collectives.
         ended: the error about a rank that was late, once waits have been ended for it.
@@ -129,7 +159,7 @@ class Watch:
     """
 
     def __init__(self):
-        self.tallies: dict[str, list[Any]] = {}
+        self.tallies: dict[str, Tally] = {}
         self._saves = 0
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
@@ -142,17 +172,23 @@ class Watch:
         """Counts how often each kind of collective has been started on this rank."""
         found = Counter({SAVE: self._saves} if self._saves else {})
         # Iterate over a copy, because another thread may start a collective and change the dict.
-        for kind, count, *_ in list(self.tallies.values()):
-            found[kind] += count
+        for tally in list(self.tallies.values()):
+            found[tally.kind] += tally.totals[0]
         return found
 
     @property
     def starts(self) -> Counter[str]:
         """Counts how often each collective has been started, by its name."""
-        return Counter({name: count for name, (_, count, *_) in dict(self.tallies).items()})
+        return Counter({name: tally.totals[0] for name, tally in dict(self.tallies).items()})
 
-    def during(self, what: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function inside `inside(what)`. No context, for speed: each collective of a step calls this twice."""
+    def during(
+        self, what: object, call: Callable[..., _Result], *arguments: Any, ends: list[Any] | None = None
+    ) -> _Result:
+        """Calls a function inside `inside(what)`. No context, for speed: each collective of a step calls this twice.
+
+        Args:
+            ends: the log entry of a collective that ends with the call.
+        """
         waits, thread = self.waits, get_ident()
         outer = waits.get(thread)
         wait = waits[thread] = Wait(what)
@@ -165,9 +201,11 @@ class Watch:
             raise self.explain(wait, error) from error
         finally:
             if outer is None:
-                waits.pop(thread, None)
+                del waits[thread]
             else:
                 waits[thread] = outer
+            if ends is not None:
+                ends[ENDED] = monotonic()
 
     def inside(self, what: object) -> Wait:
         """Marks a wait. An error of the backend becomes a `CommunicationError` with the name of the wait.
@@ -298,11 +336,12 @@ class _Waiting(AbstractContextManager):
     """Times a wait. A class instead of a generator for speed, because each collective of a step creates one.
 
     Args:
-        entry: the log entry of a collective whose start was recorded by `Ledger.began`.
+        entry: the log entry of a collective.
         ends: whether the wait is for the end of this collective.
+        has_begun: as of `Ledger.ended`.
     """
 
-    __slots__ = ("_ends", "_entry", "_is_exposed", "_is_part", "_kind", "_ledger", "_start")
+    __slots__ = ("_ends", "_entry", "_has_begun", "_is_exposed", "_is_part", "_kind", "_ledger", "_start")
 
     def __init__(
         self,
@@ -311,10 +350,11 @@ class _Waiting(AbstractContextManager):
         *,
         entry: list[Any] | None = None,
         ends: bool = False,
+        has_begun: bool = False,
         is_exposed: bool = True,
     ):
         self._ledger, self._kind, self._is_exposed = ledger, kind, is_exposed
-        self._entry, self._ends = entry, ends
+        self._entry, self._ends, self._has_begun = entry, ends, has_begun
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -332,7 +372,7 @@ class _Waiting(AbstractContextManager):
             end = ledger.now()
             ledger.add(self._kind, "wait_seconds", self._start, end)
         if self._ends:
-            ledger.ended(self._kind, self._entry, end)
+            ledger.ended(self._kind, self._entry, end, has_begun=self._has_begun)
 
 
 class _Rows(dict[str, CommRow]):
@@ -357,12 +397,13 @@ class Ledger:
         timed_from: the optimizer step at which timing started, if earlier collectives were not timed; else None.
         traced: if a step is being traced, its timed spans as (kind, attribute of the `CommRow`, start, end); else None.
         is_waiting: whether this rank is inside a counted wait. Further waits until its end are parts of it.
+        log: the last collectives.
     """
 
     def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None, *, is_timed: bool = True):
         self.watch = watch or Watch()
-        self._log = self.watch.log
-        self._record = self._log.entries.append
+        self.log = self.watch.log
+        self._record = self.log.entries.append
         self._tallies = self.watch.tallies
         self.now = now or clock(torch.device("cpu"))
         self.is_timed = is_timed
@@ -370,69 +411,93 @@ class Ledger:
         self.is_waiting = False
         self.traced: list[tuple[str, str, Moment, Moment]] | None = None
         self._rows = _Rows()
+        # Counted while times are. Collectives that were under way before are in the list, by their log entries.
         self._under_way: defaultdict[str, int] = defaultdict(int)
+        self._untimed: list[list[Any]] = []
         self._since: dict[str, Moment] = {}
         self._unread: deque[_Span] = deque()
 
     def start_timing(self) -> None:
         """Records times from now on."""
         if not self.is_timed:
+            # Listed first: another thread may start a collective.
+            self._untimed = [entry for entry in list(self.log.entries) if entry[ENDED] is None]
             self.is_timed = True
-            self.timed_from = self._log.step if self._tallies else None
+            self.timed_from = self.log.step if self._tallies else None
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> list[Any]:
         """Counts a collective that is about to start; returns its entry in the log."""
-        kind, log = label.kind, self._log
-        entry = [label, log.site, log.step, bytes_sent, monotonic(), None]
+        tally = self.tally_of(label)
+        if tally.sent != bytes_sent or tally.between != bytes_between:
+            tally.send(bytes_sent, bytes_between)
+        return self.note(label, tally)
+
+    def tally_of(self, label: Label) -> Tally:
+        """Returns the counts of a collective."""
+        return self._tallies.get(label.words) or self._tallies.setdefault(label.words, Tally(label.kind))
+
+    def note(self, label: Label, tally: Tally) -> list[Any]:
+        """As `count`, for a collective that sends the bytes of its tally."""
+        log = self.log
+        entry = [label, log.site, log.step, tally.sent, monotonic(), None]
         self._record(entry)
-        tally = self._tallies.get(label.words)
-        if tally is None:
-            tally = self._tallies[label.words] = [kind, 0, 0, 0]
-        tally[1] += 1
-        tally[2] += bytes_sent
-        tally[3] += bytes_between
+        tally.number += 1
         # A span which began before timing has no start, so its time is not counted. Counting its bytes would raise the rate.
-        if self.is_timed and (kind in self._since or not self._under_way.get(kind)):
-            self._rows[kind].timed_bytes += bytes_sent
+        if self.is_timed and (label.kind in self._since or not self._is_under_way(label.kind)):
+            self._rows[label.kind].timed_bytes += tally.sent
         return entry
 
-    def began(self, label: Label, entry: list[Any] | None = None) -> list[Any] | None:
-        """Notes the start of a collective; returns its entry in the log, for `ended`.
+    def began(self, label: Label) -> bool:
+        """Notes the start of a collective for the times, if these are counted. Returns whether they are, for `ended`."""
+        if not self.is_timed:
+            return False
+        kind = label.kind
+        if not self._is_under_way(kind):
+            self._since[kind] = self.now()
+        self._under_way[kind] += 1
+        return True
+
+    def _is_under_way(self, kind: str) -> bool:
+        """Whether a collective of this kind is between its start and the wait for its end."""
+        if self._untimed:
+            self._untimed = [entry for entry in self._untimed if entry[ENDED] is None]
+        return self._under_way[kind] > 0 or any(entry[LABEL].kind == kind for entry in self._untimed)
+
+    def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None, *, has_begun: bool) -> None:
+        """Notes the end of a collective of this kind.
 
         Args:
-            entry: the entry returned by `count`; None for the last one with this label.
+            entry: the entry in the log; None if there is none.
+            end: the present moment, if the caller knows it already.
+            has_begun: the result of `began`.
         """
-        kind, under_way = label.kind, self._under_way
-        if self.is_timed and not under_way[kind]:
-            self._since[kind] = self.now()
-        under_way[kind] += 1
-        return entry or self._log.latest(label)
-
-    def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
-        """Notes the end of a collective of this kind. `end`: the present moment, if the caller knows it already."""
         if entry is not None:
             entry[ENDED] = monotonic()
-        self._under_way[kind] -= 1
-        if not self._under_way[kind] and kind in self._since:
-            self.add(kind, "under_way_seconds", self._since.pop(kind), end or self.now())
+        if has_begun:
+            self._under_way[kind] -= 1
+            if not self._under_way[kind] and kind in self._since:
+                self.add(kind, "under_way_seconds", self._since.pop(kind), end or self.now())
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
         """Times a wait for a collective of this kind."""
         return _Waiting(self, kind)
 
-    def finishing(self, kind: str, entry: list[Any] | None, *, is_exposed: bool = True) -> AbstractContextManager[None]:
-        """Times the wait for a collective whose start `began` has noted, and notes the end.
+    def finishing(
+        self, kind: str, entry: list[Any] | None, *, has_begun: bool, is_exposed: bool = True
+    ) -> AbstractContextManager[None]:
+        """Times the wait for a collective, and notes the end as `ended` does.
 
         Args:
             is_exposed: False counts the end but no wait.
         """
-        return _Waiting(self, kind, entry=entry, ends=True, is_exposed=is_exposed)
+        return _Waiting(self, kind, entry=entry, ends=True, has_begun=has_begun, is_exposed=is_exposed)
 
     def rows(self) -> tuple[CommRow, ...]:
         """Returns the counts by kind. Times cover the spans which the device has passed."""
         self._read()
         found: dict[str, CommRow] = {}
-        for kind, calls, bytes_sent, bytes_between in sorted(list(self._tallies.values())):
+        for tally in sorted(list(self._tallies.values()), key=lambda each: each.kind):
+            kind, (calls, bytes_sent, bytes_between) = tally.kind, tally.totals
             row = found[kind] = found.get(kind) or replace(self._rows[kind])
             row.calls += calls
             row.bytes_sent += bytes_sent

@@ -1,11 +1,11 @@
 """The collectives called by the engine, their handles, and the transports for NCCL, for gloo, and for a single rank."""
 
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -39,19 +39,25 @@ class Handle:
         entry: the collective's entry in the ledger's log; None for the last entry with this label.
     """
 
+    start_last: Callable[[], None] = staticmethod(lambda: None)
+    _has_begun = False
+
     def __init__(
         self,
         label: Label,
         ledger: Ledger,
         complete: Callable[[], object],
-        start_last: Callable[[], None] = lambda: None,
+        start_last: Callable[[], None] | None = None,
         entry: list[Any] | None = None,
     ):
-        self.start_last = start_last
+        if start_last is not None:
+            self.start_last = start_last
         self._label = label
         self._ledger = ledger
         self._complete: Callable[[], object] | None = complete
-        self._entry = ledger.began(label, entry)
+        self._entry = entry or ledger.log.latest(label)
+        if ledger.is_timed:
+            self._has_begun = ledger.began(label)
 
     def finish(self, *, is_exposed: bool = True) -> None:
         """Waits for the end of the collective.
@@ -62,19 +68,18 @@ class Handle:
         Raises:
             CommunicationError: a peer failed, or did not arrive within the group's time limit.
         """
-        if self._complete is None:
+        complete = self._complete
+        if complete is None:
             return
         # Clear before the call: after an error, a second `finish` would wait for a broken group.
-        complete, self._complete = self._complete, None
-        label, ledger = self._label, self._ledger
+        self._complete = None
+        ledger, entry = self._ledger, self._entry
         if not (ledger.is_timed or profiler._is_profiler_enabled):
             # Fast path: the same as below, without contexts. Waits on an accelerator are untimed until somebody asks for times.
-            try:
-                ledger.watch.during(label, complete)
-            finally:
-                ledger.ended(label.kind, self._entry)
+            ledger.watch.during(self._label, complete, ends=entry)
             return
-        counted = ledger.finishing(label.kind, self._entry, is_exposed=is_exposed)
+        label = self._label
+        counted = ledger.finishing(label.kind, entry, has_begun=self._has_begun, is_exposed=is_exposed)
         with counted, ledger.watch.inside(label), shown("wait for", label):
             complete()
 
@@ -392,8 +397,7 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger or Ledger(watch=watch_over(groups)))
         self._groups = groups
-        # Ranks of a group → the number of this rank's peers on other nodes.
-        self._elsewhere: dict[tuple[int, ...], int] = {}
+        self._tallies = self.watch.tallies
         world, nodes = groups.world, groups.nodes
         told = [
             world.ranks[(world.index + each) % world.size] for distances in rounds(world.size) for each in distances
@@ -412,28 +416,26 @@ class CollectiveTransport(Transport):
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        entry = self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        work = self._start_work(label, reduce_scatter_flat, target, flat, group.handle, True)
+        entry, work = self._start_work(label, reduce_scatter_flat, target, flat, group)
         if target is out:
-            return Handle(label, self.ledger, work.wait, entry=entry)
+            return Handle(label, self.ledger, work.wait, None, entry)
 
         def complete() -> None:
             work.wait()
             out.copy_(target)
 
-        return Handle(label, self.ledger, complete, entry=entry)
+        return Handle(label, self.ledger, complete, None, entry)
 
     def start_all_gather(
         self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.gather
-        entry = self._count(label, group, flat.nbytes)
         # Note the gather at its start, in the host's order: NCCL matches collectives by order only, without tags.
         self._gathers.note(label.words)
         noted = None if self.wire is None else self.wire.over(label, [own], flat.chunk(group.size), copies=group.size)
-        work = self._start_work(label, all_gather_flat, flat, own, group.handle, True)
-        return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), entry=entry)
+        entry, work = self._start_work(label, all_gather_flat, flat, own, group)
+        return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), None, entry)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -459,7 +461,7 @@ class CollectiveTransport(Transport):
             # Send bytes: backends support few dtypes (NCCL no int16, gloo no bool).
             values = tensor.detach().contiguous()
             dist.broadcast(values.view(-1).view(torch.uint8), src=group.ranks[first], group=group.handle)
-        entry[ENDED] = time.monotonic()
+        entry[ENDED] = monotonic()
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 
@@ -495,10 +497,10 @@ class CollectiveTransport(Transport):
         self, label: Label, entry: list[Any], take: Callable[[], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
         """Notes a started swap; the returned function waits for the swap and notes its end."""
-        self.ledger.began(label, entry)
+        has_begun = self.ledger.began(label)
 
         def wait() -> torch.Tensor:
-            with self.ledger.finishing(label.kind, entry):
+            with self.ledger.finishing(label.kind, entry, has_begun=has_begun):
                 return take()
 
         return wait
@@ -513,21 +515,31 @@ class CollectiveTransport(Transport):
             stack.enter_context(each)
         return stack
 
-    def _start_work(self, label: Label, start: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function which starts a collective, as in the context of `_starting`."""
+    def _start_work(
+        self, label: Label, start: Callable[..., Any], output: torch.Tensor, flat: torch.Tensor, group: RankGroup
+    ) -> tuple[list[Any], Any]:
+        """Counts a collective and starts it, as in the context of `_starting`.
+
+        Returns:
+            Its entry in the log, and torch's work.
+        """
+        # Of an all-gather, the output is larger; of a reduce-scatter, the input is.
+        entry = self._count(label, group, max(output.nbytes, flat.nbytes))
         if not profiler._is_profiler_enabled:
-            return self.watch.during(label, start, *arguments)
+            return entry, self.watch.during(label, start, output, flat, group.handle, True)
         with self._starting(label):
-            return start(*arguments)
+            return entry, start(output, flat, group.handle, True)
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> list[Any]:
         """Counts a collective in which this rank sends each peer of the group its part of `nbytes`; returns the log entry.
 
         A backend may forward parts from rank to rank. It then chooses the links, but the number of bytes is the same.
         """
-        elsewhere = self._elsewhere.get(group.ranks)
-        if elsewhere is None:
-            elsewhere = self._elsewhere[group.ranks] = self._groups.peers_elsewhere(group)
-        size = group.size
-        sent = nbytes * (size - 1) // size
-        return self.ledger.count(label, sent, sent * elsewhere // max(size - 1, 1) if elsewhere else 0)
+        tally = self._tallies.get(label.words)
+        if tally is None or tally.group is not group or tally.nbytes != nbytes:
+            tally, size = self.ledger.tally_of(label), group.size
+            sent = nbytes * (size - 1) // size
+            # `or 1`: a group of one rank sends nothing.
+            between = sent * self._groups.peers_elsewhere(group) // (size - 1 or 1)
+            tally.send(sent, between, group, nbytes)
+        return self.ledger.note(label, tally)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded import show_values
+from ..buckets.sharded import all_are_hidden, show_values
 from ..comm.transport import Transport
 from ..hooks.guards import look_only
 from ..hooks.tensors import is_in_backward
@@ -181,7 +181,7 @@ class ParameterPlaces:
             return (
                 all(map(is_, map(dict.get, self._parents, self._child_names), self._children))
                 and all(map(is_, held, self._held))
-                and all(bucket.holds_all for bucket in self._buckets)
+                and (all_are_hidden(self._held) or all(bucket.holds_all for bucket in self._buckets))
             )
 
     def take_back(self) -> None:

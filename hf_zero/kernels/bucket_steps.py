@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from ..arithmetic.flat import FLOAT_DTYPES
-from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
+from ..arithmetic.flat import FLOAT_DTYPES, runs_triton
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, laid_gradients_of, runs_of
 from ..buckets.rows import Coded
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
+from ..hooks.tensors import set_all
 from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
@@ -23,7 +24,7 @@ from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
 from ..optimizer.places import StateInBlocks
 from .adamw import AdamW, adamw
 from .adamw_in_blocks import adamw_in_blocks
-from .flat_steps import Place
+from .flat_steps import Place, PreparedLaunch
 from .lion import Lion, lion
 from .sgd import SGD, sgd
 
@@ -90,6 +91,14 @@ class KernelForm(ABC):
     @abstractmethod
     def settings(self, group: Group, phase: int) -> Any:
         """Converts a group's settings and the phase to the argument of `step`."""
+
+    def only_launch(self, launches: Mapping[tuple[Any, ...], PreparedLaunch]) -> PreparedLaunch | None:
+        """Returns the launch that `step` does in Triton, with `scalars` of the settings; None if it depends on the settings.
+
+        Args:
+            launches: see `Place`.
+        """
+        return None
 
     @abstractmethod
     def step(self, place: Place, settings: Any) -> None:
@@ -185,6 +194,9 @@ class AdamWForm(KernelForm):
             weight_decay=float(group["weight_decay"]),
             step=phase,
         )
+
+    def only_launch(self, launches: Mapping[tuple[Any, ...], PreparedLaunch]) -> PreparedLaunch | None:
+        return next(iter(launches.values()), None)
 
     def step(self, place: Place, settings: AdamW) -> None:
         adamw(place, settings)
@@ -406,6 +418,10 @@ class _GroupRead:
         values = self._values
         return not self._may_change and len(group) == len(values) and all(map(is_, group.values(), values))
 
+    def goes_on_from(self, before: "_GroupRead") -> bool:
+        """Whether the kernel steps the same states as with what was read before. Settings may differ."""
+        return self is before or (self.hindrance is None and self.names == before.names)
+
     def settings(self, phase: int) -> Any:
         """Returns `KernelForm.settings` of the group; buckets with the same phase share the object."""
         if phase != self._phase:
@@ -434,17 +450,44 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stepped:
-    """A bucket's last step of all rows. The next step repeats this one if all objects are the same.
+    """The last step of some buckets, each with all of its rows. The next step repeats this one if all objects are the same.
 
     Attributes:
-        cuts: for each run of the bucket's rows.
+        buckets, rows: in order; the rows of each bucket.
+        reads: by group, what the kernel has read of it.
+        masters, copies: the whole tensors of each bucket, which the bucket may replace; see `_Cut`.
+        places, launches: of each bucket, for each run of its rows; see `KernelForm.only_launch`.
+        nothing: an empty gradient, which the places have between steps.
+        tensors: of all rows.
         entries: the values in the rows' states, in order.
         counted: see `KernelForm.counted`.
     """
 
-    cuts: list[_Cut]
+    buckets: list[Bucket]
+    rows: list[Sequence[Row]]
+    reads: dict[int, _GroupRead]
+    masters: list[torch.Tensor]
+    copies: list[torch.Tensor | None]
+    places: list[list[Place]]
+    launches: list[list[PreparedLaunch | None]]
+    nothing: torch.Tensor
+    tensors: list[torch.Tensor]
     entries: list[Any]
     counted: Any
+
+    def is_of(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> bool:
+        """Whether these are the buckets with all of their rows, and lie where they did. Runs in C loops."""
+        buckets = self.buckets
+        return (
+            list(rows_of) == buckets
+            and all(map(is_, rows_of.values(), self.rows))
+            and all(map(is_, map(_MASTER, buckets), self.masters))
+            and all(map(is_, map(_COPY, buckets), self.copies))
+        )
+
+
+_MASTER, _COPY = attrgetter("master"), attrgetter("copy_to_write")
+_FLOATS = frozenset(FLOAT_DTYPES)
 
 
 class KernelStep(BucketStep):
@@ -485,7 +528,9 @@ class KernelStep(BucketStep):
         self._lasts = lasts
         self._groups: dict[int, _GroupRead] = {}
         self._cuts: dict[Bucket, dict[Interval, _Cut]] = {}
-        self._stepped: dict[Bucket, _Stepped] = {}
+        # By the first bucket: of buckets that were stepped together, and of single ones.
+        self._together: dict[Bucket, _Stepped] = {}
+        self._alone: dict[Bucket, _Stepped] = {}
         # Multiplier and `found_inf` of the last step, which a kernel's check has seen.
         self._scalars: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._said: set[str] = set()
@@ -495,79 +540,146 @@ class KernelStep(BucketStep):
         """Returns why the kernel cannot step the bucket with its group's current settings; None if nothing prevents the step."""
         if bucket.precision.master != torch.float32:
             return f"{bucket.precision.master} parameters"
-        return self._group(bucket).hindrance
+        return self._group(bucket.key.group).hindrance
 
-    def _group(self, bucket: Bucket) -> _GroupRead:
-        index = bucket.key.group
+    def _group(self, index: int) -> _GroupRead:
         group, read = self._optimizer.param_groups[index], self._groups.get(index)
         if read is None or not read.is_of(group):
             read = self._groups[index] = _GroupRead(self._form, group)
         return read
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        if rows is not bucket.rows or not self._step_as_before(bucket):
-            self._step_anew(bucket, rows)
-        else:
-            # torch does not see a kernel's writes, so increase the versions for readers of the version counters.
-            increment_version(bucket.row_tensors)
-            if bucket.copy_to_write is not None:
-                self._with_copy.add(bucket)
+        self._step_alone({bucket: rows}, lambda bucket: None)
 
-    def _step_as_before(self, bucket: Bucket) -> bool:
-        """Steps all rows if settings, state, master and form of the gradients equal the last step's. Runs in C loops."""
-        last = self._stepped.get(bucket)
-        if last is None or not self._is_of_now(last.cuts[0], bucket, (read := self._group(bucket)).names):
+    def step_each(self, rows_of: Mapping[Bucket, Sequence[Row]], stepped: Callable[[Bucket], None]) -> None:
+        first = next(iter(rows_of), None)
+        if first is None or self._repeat(self._together.pop(first, None), rows_of, stepped, self._together):
+            return
+        for bucket, rows in rows_of.items():
+            self._step_alone({bucket: rows}, stepped)
+        self._note(rows_of, self._together)
+
+    def _step_alone(self, rows_of: Mapping[Bucket, Sequence[Row]], stepped: Callable[[Bucket], None]) -> None:
+        """Steps one bucket."""
+        ((bucket, rows),) = rows_of.items()
+        if not self._repeat(self._alone.pop(bucket, None), rows_of, stepped, self._alone):
+            self._step_anew(bucket, rows)
+            self._note(rows_of, self._alone)
+            stepped(bucket)
+
+    @torch.no_grad()
+    def _repeat(
+        self,
+        last: _Stepped | None,
+        rows_of: Mapping[Bucket, Sequence[Row]],
+        stepped: Callable[[Bucket], None],
+        noted: dict[Bucket, _Stepped],
+    ) -> bool:
+        """Steps all rows if settings, state, master and the form of the gradients are those of the last step. Runs in C loops.
+
+        Args:
+            noted: keeps `last` for the next step, which is lost if this one raises an error.
+        """
+        if last is None or not last.is_of(rows_of):
             return False
-        laid, entries = bucket.laid_gradients(), self._entries(bucket)
-        if laid is None or read.hindrance is not None or laid[0][0][1].dtype not in FLOAT_DTYPES:
+        buckets, reads = last.buckets, {index: self._group(index) for index in last.reads}
+        laid, entries = laid_gradients_of(buckets), self._entries(last.tensors)
+        if laid is None or not all(read.goes_on_from(last.reads[index]) for index, read in reads.items()):
             return False
         if len(entries) != len(last.entries) or not all(map(is_, entries, last.entries)):
             return False
+        flats_of, coefficient = laid
+        if not _FLOATS.issuperset(flats[0][1].dtype for flats in flats_of):
+            return False
         # Call this last, because the form counts the step.
-        again = self._form.again(bucket.rows, last.counted)
+        again = self._form.again(list(chain.from_iterable(last.rows)), last.counted)
         if again is None:
             return False
         phase, last.counted = again
-        (flats, coefficient), found_inf, settings = laid, self._found_inf(), read.settings(phase)
-        multiplier = None
+        last.reads, found_inf, multiplier = reads, self._found_inf(), None
         if coefficient is not None:
             multiplier = coefficient.value
-            take_coefficients(cast(Any, list(map(GRADIENT_OF, bucket.row_tensors))))
+            take_coefficients(cast(Any, list(map(GRADIENT_OF, last.tensors))))
         is_as_before = self._scalars[0] is multiplier and self._scalars[1] is found_inf
-        for cut, (_, gradient) in zip(last.cuts, flats):
-            place = Place(
-                weights=cut.weights,
-                gradient=gradient,
-                states=cut.states,
-                copy=cut.copy,
-                multiplier=multiplier,
-                found_inf=found_inf,
-                is_checked=True,
-                is_as_before=is_as_before,
-                launches=cut.launches,
-            )
-            self._form.step(place, settings)
+        runs_kernel = runs_triton(buckets[0].device)
+        by_bucket = zip(buckets, last.places, last.launches, flats_of, last.copies)
+        for bucket, places, launches, flats, copy in by_bucket:
+            settings = reads[bucket.key.group].settings(phase)
+            for place, launch, (_, gradient) in zip(places, launches, flats):
+                place.gradient, place.multiplier, place.found_inf = gradient, multiplier, found_inf
+                place.is_as_before = is_as_before
+                if launch is not None and is_as_before and runs_kernel:
+                    launch(place, settings.scalars)
+                else:
+                    self._form.step(place, settings)
+            # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
+            increment_version(bucket.row_tensors)
+            if copy is not None:
+                self._with_copy.add(bucket)
+            stepped(bucket)
+            is_as_before = True
+        # The gradients' memory is free for the next forward.
+        set_all(chain.from_iterable(last.places), "gradient", repeat(last.nothing))
         self._scalars = multiplier, found_inf
+        noted[buckets[0]] = last
         return True
 
-    def _entries(self, bucket: Bucket) -> list[Any]:
-        states = map(self._optimizer.state.__getitem__, bucket.row_tensors)
+    def _entries(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        states = map(self._optimizer.state.__getitem__, tensors)
         return list(chain.from_iterable(map(dict.values, states)))
 
     @staticmethod
     def _is_of_now(cut: _Cut, bucket: Bucket, names: Sequence[str]) -> bool:
         return cut.master is bucket.master and cut.copied is bucket.copy_to_write and cut.names == names
 
-    def _note(self, bucket: Bucket, rows: Sequence[Row], names: Sequence[str]) -> None:
-        """Notes a step for the next one to repeat."""
-        self._stepped.pop(bucket, None)
-        cuts = [self._cuts.get(bucket, {}).get(interval) for _, interval in bucket.row_runs]
-        found = [cut for cut in cuts if cut is not None and self._is_of_now(cut, bucket, names)]
-        if rows is bucket.rows and found and len(found) == len(cuts):
-            states = [self._optimizer.state[row.tensor] for row in rows]
-            counted = self._form.counted(rows, states)
-            if counted is not None:
-                self._stepped[bucket] = _Stepped(found, self._entries(bucket), counted)
+    def _note(self, rows_of: Mapping[Bucket, Sequence[Row]], noted: dict[Bucket, _Stepped]) -> None:
+        """Notes a step of some buckets that the next one may repeat."""
+        buckets = list(rows_of)
+        if not all(rows is bucket.rows for bucket, rows in rows_of.items()):
+            return
+        if any(self.hindrance(bucket) is not None for bucket in buckets):
+            return
+        reads = {bucket.key.group: self._group(bucket.key.group) for bucket in buckets}
+        places: list[list[Place]] = []
+        launches: list[list[PreparedLaunch | None]] = []
+        nothing = torch.empty(0)
+        for bucket in buckets:
+            names = reads[bucket.key.group].names
+            cuts = [self._cuts.get(bucket, {}).get(interval) for _, interval in bucket.row_runs]
+            found = [cut for cut in cuts if cut is not None and self._is_of_now(cut, bucket, names)]
+            if not found or len(found) != len(cuts):
+                return
+            places.append([self._place_again(cut, nothing) for cut in found])
+            launches.append([self._form.only_launch(cut.launches) for cut in found])
+        rows = list(chain.from_iterable(rows_of.values()))
+        tensors: list[Any] = list(map(TENSOR_OF, rows))
+        counted = self._form.counted(rows, [self._optimizer.state[tensor] for tensor in tensors])
+        if counted is not None:
+            noted[buckets[0]] = _Stepped(
+                buckets=buckets,
+                rows=list(rows_of.values()),
+                reads=reads,
+                masters=[bucket.master for bucket in buckets],
+                copies=[bucket.copy_to_write for bucket in buckets],
+                places=places,
+                launches=launches,
+                nothing=nothing,
+                tensors=tensors,
+                entries=self._entries(tensors),
+                counted=counted,
+            )
+
+    @staticmethod
+    def _place_again(cut: _Cut, gradient: torch.Tensor) -> Place:
+        """Returns what a kernel steps again, once it has a gradient."""
+        return Place(
+            weights=cut.weights,
+            gradient=gradient,
+            states=cut.states,
+            copy=cut.copy,
+            is_checked=True,
+            launches=cut.launches,
+        )
 
     @torch.no_grad()
     def _step_anew(self, bucket: Bucket, rows: Sequence[Row]) -> None:
@@ -578,8 +690,7 @@ class KernelStep(BucketStep):
             return
         read = self._groups[bucket.key.group]
         self._launch(read, bucket, rows)
-        self._note(bucket, rows, read.names)
-        # Increase the versions, as `step` does.
+        # Increase the versions, as `_repeat` does.
         increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
@@ -649,7 +760,8 @@ class KernelStep(BucketStep):
     def forget(self, bucket: Bucket) -> None:
         self._flat.forget(bucket)
         self._cuts.pop(bucket, None)
-        self._stepped.pop(bucket, None)
+        self._together.clear()
+        self._alone.clear()
 
     def take_written(self) -> set[Bucket]:
         """Returns the buckets whose parameters were written, next to the master, by steps since the last call."""

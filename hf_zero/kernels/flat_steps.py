@@ -21,7 +21,7 @@ NUM_WARPS = 4
 tensors need different layouts, and the compiler converts between them through shared memory."""
 
 
-class _Launch:
+class PreparedLaunch:
     """A kernel with its grid, constants, and the tensors that stay from step to step."""
 
     def __init__(self, step: Kernel, place: Place, states: Sequence[str], constants: dict[str, object]):
@@ -75,7 +75,7 @@ class Place:
     found_inf: torch.Tensor | None = None
     is_checked: bool = False
     is_as_before: bool = False
-    launches: dict[tuple[Any, ...], _Launch] | None = None
+    launches: dict[tuple[Any, ...], PreparedLaunch] | None = None
 
     def check(self) -> None:
         """Raises `ValueError` unless the tensors are as described above. States in 8-bit blocks are not checked."""
@@ -116,7 +116,7 @@ def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[
     kept, key = place.launches, (step, *constants.values())
     prepared = None if kept is None else kept.get(key)
     if prepared is None:
-        prepared = _Launch(step, place, states, constants)
+        prepared = PreparedLaunch(step, place, states, constants)
         if kept is not None:
             kept[key] = prepared
     prepared(place, scalars)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
+from ..arithmetic.flat import FLOAT_DTYPES, are_flat, ceil_div, check_flat, runs_triton
 from ..arithmetic.sums import PART_NUMEL, sum_of_squares
 from ..buckets.bucket import TENSOR_OF, Row, have_gradients, runs_of
 from ..step.norm import NORM_LABEL, GradientNorm, Measured
@@ -51,7 +51,7 @@ def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         ValueError: a shard has the wrong shape, dtype or device.
     """
-    for index, shard in enumerate(shards):
+    for index, shard in enumerate(() if are_flat(shards) else shards):
         check_flat(f"shard {index}", shard, numel=shard.numel(), device=shards[0].device, dtypes=FLOAT_DTYPES)
     return (statistics_triton if runs_triton(shards[0].device) else statistics_reference)(shards)
 

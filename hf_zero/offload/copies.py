@@ -7,7 +7,7 @@ from threading import Lock
 
 import torch
 
-from ..device import Arrival, Mark, PinnedPool, enter_thread, queue_end, side_queue
+from ..device import ARRIVED, Arrival, Mark, PinnedPool, enter_thread, queue_end, side_queue
 from .host_memory import HostCores
 
 # ---- Copies of reduced gradients into the memory of the optimizer's step ----
@@ -26,7 +26,7 @@ class DeviceToHost:
             target: (source.numel(),) of the same or a wider dtype. Must not be read before the arrival.
         """
         target.copy_(source)
-        return Arrival()
+        return ARRIVED
 
     def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
         """Calls `add` with the values of the 1-D `source`, in the memory of the target of the sum.
@@ -36,7 +36,7 @@ class DeviceToHost:
         """
         behind.wait()
         add(source)
-        return Arrival()
+        return ARRIVED
 
     @property
     def sum_bytes(self) -> int:

@@ -52,6 +52,12 @@ class BucketStep:
             # Also after an error: otherwise the script's optimizer would keep one group with a few rows.
             self._optimizer.param_groups = groups
 
+    def step_each(self, rows_of: Mapping[Bucket, Sequence[Row]], stepped: Callable[[Bucket], None]) -> None:
+        """Takes one step of several buckets in order, and calls `stepped` with each after its step."""
+        for bucket, rows in rows_of.items():
+            self.step(bucket, rows)
+            stepped(bucket)
+
     def forget(self, bucket: Bucket) -> None:
         """Drops cached knowledge of a bucket's entries in `optimizer.state`, which are being replaced."""
 
@@ -120,6 +126,7 @@ class BucketSteps:
         self._step = step
         self._commit = commit
         self._transport = transport
+        self._needs_no_fetch = window is None and not any(states.values())
         self._gradients: dict[Row, torch.Tensor | None] = {}
         self._broken: OffloadError | None = None
         self._hook = self._register()
@@ -181,7 +188,11 @@ class BucketSteps:
         self._gradients.update(zip(rows, map(GRADIENT_OF, map(TENSOR_OF, rows))))
         set_all(map(TENSOR_OF, rows), "grad", repeat(None))
 
-    def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
+    def _step_each(self, rows_of: dict[Bucket, Sequence[Row]]) -> None:
+        if self._needs_no_fetch:
+            # In forward's order, as they are sent.
+            self._step.step_each(dict(reversed(rows_of.items())), self._stepped)
+            return
         # In a first step, the optimizer allocates new state in addition to the buffer, until copied there.
         register = self.optimizer.state
         makes_state = self._window is not None and any(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
 from operator import is_
 from typing import Any, SupportsIndex, cast
 
@@ -24,7 +25,7 @@ from ..engine.compiled import CompiledLayers
 from ..hooks.guards import look_only
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..optimizer.holder import StateHolder
-from ..step.collectives import PARAMETERS_IN, put_parameters
+from ..step.collectives import PARAMETERS_IN
 from .gathered import IN_GATHERED, GatheredParameters
 from .unit import Unit, is_transformed, runs_transformed
 from .unsharding import Unsharding
@@ -139,17 +140,18 @@ class UnitModules:
 
     def follow_unit(self) -> None:
         """Follows a change of state of the unit. Each unit comes here twice in a pass."""
-        held = list(map(PARAMETERS_IN, self._attributes))
+        attributes, sharded, stocks = self._attributes, self._sharded, self._stocks
+        held = map(PARAMETERS_IN, attributes)
         if not self._unit.is_sharded:
-            if all(map(is_, held, self._sharded)):
-                put_parameters(self._attributes, self._stocks)
+            if all(map(is_, held, sharded)):
+                any(map(dict.__setitem__, attributes, repeat("_parameters"), stocks))
                 return
-        elif all(map(is_, held, self._stocks)):
-            # `update` returns None, so `any` goes on to the end.
-            any(map(dict.update, self._sharded, held))
+        elif all(map(is_, held, stocks)):
+            # `update` and `__setitem__` return None, so `any` goes on to the end.
+            any(map(dict.update, sharded, stocks))
             # Otherwise a module's own dict has lost a name.
-            if list(map(len, self._sharded)) == list(map(len, held)):
-                put_parameters(self._attributes, self._sharded)
+            if list(map(len, sharded)) == list(map(len, stocks)):
+                any(map(dict.__setitem__, attributes, repeat("_parameters"), sharded))
                 return
         self._follow_each()
 
@@ -461,16 +463,42 @@ class ModuleMethods:
 # refuses float32 inputs beside bfloat16 weights.
 
 
-def cast_norm_inputs(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Hooks before the forwards of the layer and group norms among `modules`; other modules get none."""
-    norms = (module for module in modules if isinstance(module, nn.LayerNorm | nn.GroupNorm))
-    return [norm.register_forward_pre_hook(_cast_input) for norm in norms]
+class CastInput:
+    """Takes the place of a norm's `forward`, and casts its input. A hook on the module would cost the host five times as much.
+
+    Args:
+        norm: a layer or group norm.
+    """
+
+    def __init__(self, norm: nn.Module):
+        self._norm = norm
+        self._forward = norm.forward
+        self._before = norm.__dict__.get("forward")
+        norm.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and args[0].dtype == torch.float32 and (weight := cast(Any, self._norm).weight) is not None:
+            return self._forward(args[0].to(weight.dtype), *args[1:], **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Gives the norm its own `forward` back, unless a script has replaced it since."""
+        held = self._norm.__dict__
+        if held.get("forward") is self:
+            del held["forward"]
+            if self._before is not None:
+                held["forward"] = self._before
+
+    def __deepcopy__(self, memo: dict):
+        raise _refusal("copied")
+
+    def __reduce_ex__(self, protocol: SupportsIndex):
+        raise _refusal("pickled")
 
 
-def _cast_input(norm: nn.Module, args: tuple) -> tuple | None:
-    if not args or args[0].dtype != torch.float32 or norm.weight is None or norm.weight.dtype == torch.float32:
-        return None
-    return args[0].to(norm.weight.dtype), *args[1:]
+def cast_norm_inputs(modules: Iterable[nn.Module]) -> list[CastInput]:
+    """Casts the inputs of the layer and group norms among `modules` to the dtypes of their weights."""
+    return [CastInput(module) for module in modules if isinstance(module, nn.LayerNorm | nn.GroupNorm)]
 
 
 # ---- A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile ----
@@ -520,7 +548,7 @@ class ShardedModel:
         self._methods = ModuleMethods(model, self._sharded, self.gathered)
         self._layers = [(model.get_submodule(name), unit) for unit in layers for name in unit.modules]
         self._compiled: list[CompiledLayers] = []
-        self._handles = self._install_hooks()
+        self._handles: list[RemovableHandle | CastInput] = [*self._install_hooks()]
         self._codes = CodesInPlace(model) if self.unit_of else None
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in self._sharded if self._casts_weights_of(module))

@@ -181,6 +181,9 @@ class Unit:
         self._part_of = {bucket: slice(end - len(bucket.slots), end) for bucket, end in zip(self.buckets, ends)}
         self._versions = list(map(_VERSION, self._parameters))
         self.unseen = UnseenEdits()
+        self._set_data = [
+            partial(memory.set_all_data, bucket.parameters, bucket.views) for bucket, memory in self.memories.items()
+        ]
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -311,8 +314,8 @@ class Unit:
         )
 
     def _hang_parameters(self) -> None:
-        for bucket, memory in self.memories.items():
-            memory.set_all_data(bucket.parameters, bucket.views)
+        for set_data in self._set_data:
+            set_data()
         for follow in self.followers:
             follow()
 

@@ -8,8 +8,8 @@ ours is put around a unit's inputs to learn that: it would sum the gradients of 
 decoder's encoder states) in another order than plain autograd does.
 """
 
-import struct
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
@@ -37,7 +37,7 @@ from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 #
 # Reductions must not stand in the way; see [Note: waits for reductions].
 
-_GATHERED, _ALL_BITS = struct.Struct("<QQ"), 0xFFFFFFFF
+_ALL_BITS = 0xFFFFFFFF
 
 _MOST_UNSURE = 64
 """Passes in which all ranks must go the same way before they do so without a word, after they have often gone other ways."""
@@ -55,7 +55,6 @@ class AgreedOrder:
         take_part: takes part in a gather that other ranks may need.
 
     Attributes:
-        steps: optimizer steps so far.
         transport: the same.
         starts: counts the reductions that all ranks have started.
     """
@@ -70,11 +69,13 @@ class AgreedOrder:
         self._first_end = 2 * units
         self.forward_end, self.forward_end_with_graph, self.backward_end = range(self._first_end, self._first_end + 3)
         self._only_starts = self._first_end + 3
-        self.steps = 0
+        self._steps = 0
         self.starts = CommonStarts(0)
         # Alike on all ranks: these change in agreements, and as gathers are started.
         self._last = self._end = self.backward_end
         self._since_end: list[int] = []
+        # How many of these the checksum has.
+        self._summed = 0
         self._checksum = 0
         self._next: dict[int, int] = {}
         self._unanimous: dict[int, tuple[int, int]] = {}
@@ -110,18 +111,13 @@ class AgreedOrder:
             self._used.add(number)
             self._own_last = number
 
-    def reach(self, number: int, *, wanted: bool = True) -> None:
-        """Goes on to a gather, which the caller starts, or to an end. Takes part in all gathers before that.
-
-        Args:
-            wanted: False for one that is expected, and that this rank may not compute with.
-        """
+    def reach(self, number: int) -> None:
+        """Goes on to a gather, which the caller starts, or to an end. Takes part in all gathers before that."""
         if self.following == number:
             # Nearly always: as below, for a gather that is expected.
-            self._note(number)
-            if wanted:
-                self._used.add(number)
-                self._own_last = number
+            self.note(number)
+            self._used.add(number)
+            self._own_last = number
             return
         strayed = None
         while True:
@@ -135,13 +131,12 @@ class AgreedOrder:
                 # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
                 strayed = self._last
             if following < self._first_end:
-                self._note(following)
+                self.note(following)
             if following == number:
                 break
             if following < self._first_end:
                 self._take_part(following)
-        if wanted:
-            self.use(number)
+        self.use(number)
 
     def _is_of_backward(self, number: int) -> bool:
         return self._units <= number < self._first_end or number >= self.backward_end
@@ -151,12 +146,24 @@ class AgreedOrder:
         if self.following is None:
             self._agree(self._only_starts, None)
 
-    def _note(self, number: int) -> None:
+    def note(self, number: int) -> None:
+        """Goes on to the gather that is `following`. The caller starts it, and may not compute with it."""
         self.starts.note(number, is_backward=number >= self._units)
         self._last = number
         self._since_end.append(number)
-        # With the step: a rank that gathers the right layers a step too early is found, too.
-        self._checksum = zlib.crc32(_GATHERED.pack(number, self.steps), self._checksum)
+
+    def count_step(self) -> None:
+        """Notes that an optimizer step begins."""
+        self._sum_up()
+        self._steps += 1
+
+    def _sum_up(self) -> None:
+        """Adds the gathers that were noted since the last call to the checksum."""
+        noted = self._since_end[self._summed :]
+        if noted:
+            # With the step: a rank that gathers the right layers a step too early is found, too.
+            self._checksum = zlib.crc32(array("Q", [self._steps, *noted]).tobytes(), self._checksum)
+            self._summed = len(self._since_end)
 
     def _agree(self, number: int, strayed: int | None) -> int:
         """Tells the other ranks which gather or end this rank needs, and returns the one that is next on all.
@@ -174,6 +181,7 @@ class AgreedOrder:
             said[2 * count + strayed] = 1
         said += self.starts.say(is_backward=self._is_of_backward(number))
         # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
+        self._sum_up()
         said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
         heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
         if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
@@ -261,6 +269,7 @@ class AgreedOrder:
             self.starts.end_forward(end, with_graph=end == self.forward_end_with_graph)
         self._last = self._end = self._own_last = end
         self._since_end.clear()
+        self._summed = 0
         self._used.clear()
 
 
@@ -482,7 +491,7 @@ class Unsharding:
                 "would be out of date. Leave the context before the step."
             )
         self._keeps_all = False
-        self._order.steps += 1
+        self._order.count_step()
         self._fetch([])
         self._drop_all()
         # Copies inside a node are of the values before the step.
@@ -553,13 +562,14 @@ class Unsharding:
 
     def _gather_expected(self, *, backward: bool) -> bool:
         """Starts the gather that comes next on all ranks, ahead of its use; returns whether there is one."""
-        following, count = self._order.following, len(self.units)
+        order, count = self._order, len(self.units)
+        following = order.following
         if following is None or (following >= count) is not backward:
             return False
         unit = self.units[following % count]
         if not unit.is_sharded:
             return False
-        self._order.reach(following, wanted=False)
+        order.note(following)
         self._start_for(unit, backward=backward)
         self._ahead.append(unit)
         return True
@@ -631,8 +641,9 @@ class Unsharding:
     def _drop(self, units: Iterable[Unit]) -> None:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
-                # A gather under way writes to the memory that the reshard gives back.
-                self._finish(unit)
+                if unit.state is UnitState.UNSHARDING:
+                    # The gather under way writes to the memory that the reshard gives back.
+                    self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
 
     def _drop_all(self) -> None:

@@ -667,12 +667,12 @@ class Gradients:
 
     def start_full(self, *, up_to: int | None = None) -> None:
         """Starts the next buckets that have all of their gradients, those before the place `up_to`; None for all."""
-        last = len(self._buckets) if up_to is None else up_to
-        while self._next < last and self._fillings[self._next].awaited == 0:
-            # In bucket order, not in order of arrival: ranks match collectives by their order.
-            self.store.start(self._buckets[self._next])
-            self._next += 1
-            self.starts.started = self._next
+        buckets, fillings = self._buckets, self._fillings
+        last = len(buckets) if up_to is None else up_to
+        # In bucket order, not in order of arrival: ranks match collectives by their order.
+        while (place := self._next) < last and not fillings[place].awaited:
+            self.store.start(buckets[place])
+            self._next = self.starts.started = place + 1
 
     @hidden_from_modes
     def _end_pass(self, *, lost: bool | None = None) -> None:

@@ -160,7 +160,8 @@ class Gather:
 
     def start(self, bucket: Bucket) -> Handle:
         """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
-        return start_all_gather(bucket, bucket.memory.shown, bucket.memory.source, bucket.label(GATHER))
+        memory = bucket.memory
+        return start_all_gather(bucket, memory.shown, memory.source, bucket.label(GATHER))
 
     @property
     def held_bytes(self) -> int:

@@ -66,10 +66,15 @@ class CommonStarts:
         """Adds a gather to the way of all ranks."""
         if self._has_ended:
             self._begin()
+        way = self._way
         if is_backward:
-            self.before[number] = self._way, self.sure
-            self._ways.append(self._way)
-        self._go(number)
+            self.before[number] = way, self.sure
+            self._ways.append(way)
+        # As in `_go`.
+        self._way = way = hash((way, number))
+        promised = self._promised.get(way, 0)
+        if promised > self.sure:
+            self.sure = promised
 
     def end_forward(self, number: int, *, with_graph: bool) -> None:
         """Adds the end of a forward to the way. No backward follows a forward without a graph, so the way leaves it out."""

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_
 from typing import Literal, cast
 
 import torch
@@ -16,7 +16,7 @@ from ..buckets.memory import clear_padding
 from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle, StepsInOrder
 from ..config import ZeroConfig
-from ..device import Arrival, Reservation, reserve
+from ..device import ARRIVED, Arrival, Reservation, reserve
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..layout.gradient_buffers import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
@@ -49,17 +49,13 @@ class BufferPool:
         self._bytes = 0
         self.most_bytes = 0
 
-    def exhausted_for(self, bucket: Bucket, beside: int = 0) -> bool:
-        """True when a buffer for `bucket` would be one large buffer more than the limit.
+    def room_for(self, bucket: Bucket, beside: int = 0) -> int | None:
+        """Returns how many buffers may be taken, if they are as large as the bucket's; None for a small one, without a limit.
 
         Args:
             beside: as many bytes as so many large buffers have are in use elsewhere.
         """
-        return self._kind[bucket] is not BufferKind.SMALL and self._large_out >= self._most(beside)
-
-    def is_last_for(self, bucket: Bucket, beside: int = 0) -> bool:
-        """True when the next buffer that is as large as this bucket's will be one more than the limit. `beside`: the same."""
-        return self._kind[bucket] is not BufferKind.SMALL and self._large_out == self._most(beside) - 1
+        return None if self._kind[bucket] is BufferKind.SMALL else max(0, self._most(beside) - self._large_out)
 
     def _most(self, beside: int) -> int:
         return max(1, self._limit - beside)
@@ -69,6 +65,8 @@ class BufferPool:
         kind, dtype = self._kind[bucket], bucket.precision.reduce
         self._large_out += kind is not BufferKind.SMALL
         free = self._free.get((kind, dtype), [])
+        if len(free) == 1 and free[0].numel() >= bucket.layout.numel:
+            return free.pop()
         large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= bucket.layout.numel]
         # The smallest of these: a larger bucket may want a larger one while this is in use.
         if large_enough:
@@ -322,8 +320,11 @@ class GradientStore(ABC):
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        flat = self._buffer(bucket)
-        if not self._is_put_whole(bucket):
+        flat = self._open.get(bucket)
+        if flat is None:
+            flat = self._buffer(bucket)
+        is_whole = self._is_put_whole(bucket)
+        if not is_whole:
             for slot in bucket.slots:
                 if not slot.arrived:
                     # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
@@ -334,8 +335,9 @@ class GradientStore(ABC):
         # In this order: there may be no memory to start it with. The buffer stays open then, and a further start finds it filled.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
-        for slot in () if self._is_put_whole(bucket) else bucket.slots:
-            slot.arrived = False
+        if not is_whole:
+            for slot in bucket.slots:
+                slot.arrived = False
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             # The oldest: its buffer goes back to the pool first.
@@ -425,7 +427,7 @@ def add_or_set(
         return d2h.start_sum(take, reduced, bucket.arrival)
     # An earlier sum or copy may still write to the memory that is set here.
     bucket.await_gradient()
-    arrival = Arrival() if target is reduced else d2h.start_copy(target, reduced)
+    arrival = ARRIVED if target is reduced else d2h.start_copy(target, reduced)
     bucket.lay_gradients(target)
     return arrival
 
@@ -562,6 +564,8 @@ class ReplicatedGradients(GradientStore):
 
 # Gradients that are reduced into shards, from a buffer for each bucket or from a small pool; the choice of a stage's store.
 
+_AT_ONCE = DeviceToHost()
+
 _KEPT_BELOW_BYTES = 2 << 20
 """Buffers of less keep their memory between steps on the host: it comes back there in small pages, each by a fault."""
 
@@ -656,11 +660,7 @@ class ShardedGradients(GradientStore):
         is_taken = super().put_whole(bucket, gradients)
         if is_taken:
             # As in `put`.
-            stand_ins = bucket.stand_ins
-            set_all(stand_ins, "state", repeat(GradientState.HELD))
-            set_all(stand_ins, "pending", repeat(None))
-            with look_only():
-                set_all(bucket.parameters, "grad", stand_ins)
+            bucket.hold_gradients()
         return is_taken
 
     def _accumulates(self, bucket: Bucket) -> bool:
@@ -759,18 +759,22 @@ class ShardedGradients(GradientStore):
 
     def _borrow(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
         """Takes a buffer from the pool, with undefined contents. `beside`: see `BufferPool.take`."""
-        if self._pool.is_last_for(bucket, beside) and not self._in_flight:
+        pool, in_flight = self._pool, self._in_flight
+        room = pool.room_for(bucket, beside)
+        if room == 1 and not in_flight:
             # It would take the last buffer, and one that is passed over wants a buffer, too.
             self.start_passed_over(bucket)
+            room = pool.room_for(bucket, beside)
         # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
-        while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
-            if self._in_flight:
-                oldest = self._in_flight[0]
+        while room == 0 and (in_flight or self.start_passed_over(bucket)):
+            if in_flight:
+                oldest = in_flight[0]
                 # Not while another bucket starts: it counts as started, and the other ranks would wait for it.
                 if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.places[oldest] + 1)):
                     break
                 self.finish(oldest)
-        lent = self._lent[bucket] = self._pool.take(bucket, beside)
+            room = pool.room_for(bucket, beside)
+        lent = self._lent[bucket] = pool.take(bucket, beside)
         return lent if lent.numel() == bucket.layout.numel else lent[: bucket.layout.numel]
 
     def _spill(self, bucket: Bucket) -> None:
@@ -789,15 +793,15 @@ class ShardedGradients(GradientStore):
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
-        precision, is_held = bucket.precision, any(map(is_not, map(_GRAD, bucket.row_tensors), repeat(None)))
+        precision, is_lent = bucket.precision, bucket in self._lent
         own, fits = bucket.own_interval, precision.reduced == precision.reduce
-        if fits and bucket not in self._lent:
+        if fits and not is_lent:
             # In place: no rank needs the other parts of the sum.
             return flat[own.start : own.stop]
         if bucket.tier.is_apart:
             # Copied from there when the buffer has been passed on.
             return self._scratch(bucket)
-        if precision.reduced == bucket.gradient_dtype and not is_held:
+        if precision.reduced == bucket.gradient_dtype and all(map(is_, map(_GRAD, bucket.row_tensors), repeat(None))):
             return self._shard(bucket)
         return flat[own.start : own.stop] if fits else self._scratch(bucket)
 
@@ -820,9 +824,11 @@ class ShardedGradients(GradientStore):
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         """Where the gradient of this rank's rows waits for the step: (shard_numel,) of the dtype that is stepped with."""
-        if bucket not in self._shards:
-            self._keep_shard(bucket, bucket.tier.scratch(bucket.layout.shard_numel, bucket.gradient_dtype))
-        return self._shards[bucket]
+        shard = self._shards.get(bucket)
+        if shard is None:
+            shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.gradient_dtype)
+            self._keep_shard(bucket, shard)
+        return shard
 
     def _keep_shard(self, bucket: Bucket, shard: torch.Tensor) -> None:
         self._shards[bucket] = shard
@@ -847,7 +853,7 @@ class ShardedGradients(GradientStore):
         return add_or_set(bucket, reduced, target, self._d2h(bucket), going_on)
 
     def _d2h(self, bucket: Bucket) -> DeviceToHost:
-        return self._landing.d2h if bucket.tier.is_apart else DeviceToHost()
+        return self._landing.d2h if bucket.tier.is_apart else _AT_ONCE
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
         """A shard on the training device, until its values have gone where they are wanted."""

@@ -597,9 +597,8 @@ class TrainingStep:
             refuse_norms_of(self._parts.buckets)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
-        is_last = not (self.store.goes_on or self._has_inner_backwards)
-        if self._parts.holder.timing.steps_early and is_last:
+        # Unless another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
+        if self._parts.holder.timing.steps_early and not (self.store.goes_on or self._has_inner_backwards):
             self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
     # ---- the optimizer's step ----

@@ -19,7 +19,7 @@ from engines import ENGINES, MAX_NORM, Classifier, adamw_arguments
 from harness import Clocks, on_ranks, print_table, read_options
 
 from hf_zero import engine_of
-from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.ledger import Label, Ledger, Tally
 from hf_zero.presence.diagnosis import ScriptCall
 from hf_zero.presence.rank_state import script_frame
 
@@ -34,23 +34,12 @@ _TURNS = 9
 class LedgerWithoutLog(Ledger):
     """The ledger without its writes to the log."""
 
-    def count(self, label: Label, bytes_sent: int, bytes_between: int) -> None:
-        tally = self._tallies.setdefault(label.words, [label.kind, 0, 0, 0])
-        tally[1] += 1
-        tally[2] += bytes_sent
-        tally[3] += bytes_between
-        self._rows[label.kind].timed_bytes += bytes_sent
+    def note(self, label: Label, tally: Tally) -> None:
+        tally.number += 1
+        self._rows[label.kind].timed_bytes += tally.sent
 
-    def began(self, label: Label) -> None:
-        kind = label.kind
-        if not self._under_way.get(kind):
-            self._since[kind] = self.now()
-        self._under_way[kind] = self._under_way.get(kind, 0) + 1
-
-    def ended(self, kind: str, entry: None) -> None:
-        self._under_way[kind] -= 1
-        if not self._under_way[kind]:
-            self.add(kind, "under_way_seconds", self._since.pop(kind), self.now())
+    def ended(self, kind: str, entry: None, end: None = None, *, has_begun: bool) -> None:
+        super().ended(kind, None, end, has_begun=has_begun)
 
 
 class Cost(NamedTuple):
@@ -76,8 +65,8 @@ def seconds_of_one_entry(calls: int) -> float:
             ledger = kind()
             began_s = time.process_time()
             for _ in range(calls):
-                ledger.count(_LABEL, 1000, 0)
-                ledger.ended(_LABEL.kind, ledger.began(_LABEL))
+                entry = ledger.count(_LABEL, 1000, 0)
+                ledger.ended(_LABEL.kind, entry, has_begun=ledger.began(_LABEL))
             least[kind] = min(least.get(kind, float("inf")), (time.process_time() - began_s) / calls)
     return least[Ledger] - least[LedgerWithoutLog]
 

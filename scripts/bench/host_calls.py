@@ -190,8 +190,8 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     from hf_zero.kernels.base import Kernel
     from hf_zero.step.norm import NonFiniteCheck
 
-    launches: Counter[str] = Counter()
-    Kernel._launch = lambda *_arguments, **_constants: launches.update(("launch",))
+    launches: list[None] = []
+    Kernel._launch = lambda *_arguments, **_constants: launches.append(None)
     # Kernels and the fake group write nothing, so a norm is computed from uninitialized memory, which may contain a NaN.
     NonFiniteCheck.found = lambda *_: None
     for module in (hf_zero.buckets.memory, hf_zero.step.gradient_store):
@@ -211,7 +211,7 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     return {name: _count(loop, batches, launches, times[name]) for name, loop in loops.items()}
 
 
-def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list[list[int]]) -> Counts:
+def _count(loop: Loop, batches: list[Batch], launches: list[None], times: list[list[int]]) -> Counts:
     def train() -> None:
         for batch in batches[:STEPS]:
             loop.step(batch)
@@ -219,12 +219,12 @@ def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list
     kinds: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str) -> None:
-        kinds[event] += 1
+        kinds[event] += frame.f_code.co_filename != __file__
         kinds["package"] += event == "call" and PACKAGE in frame.f_code.co_filename
 
     launches.clear()
     count_events(train, note)
-    launched = launches.total()
+    launched = len(launches)
     bytecodes = _bytecodes(train)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         train()
@@ -255,7 +255,7 @@ def _is_of_a_group(event: Any) -> bool:
 
 
 def _bytecodes(work: Callable[[], object]) -> Counter[Any]:
-    """Counts the bytecodes executed by some work on this thread, by code object."""
+    """Counts the bytecodes executed by some work on this thread, by code object, without those of this file."""
     counted: Counter[Any] = Counter()
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
@@ -273,7 +273,7 @@ def _bytecodes(work: Callable[[], object]) -> Counter[Any]:
     finally:
         sys.settrace(None)
         gc.enable()
-    return counted
+    return Counter({code: number for code, number in counted.items() if code.co_filename != __file__})
 
 
 def count_alone(*, case: Case, **options: Any) -> dict[str, Counts]:

@@ -262,7 +262,7 @@ def test_buffers_taken_in_the_order_of_buckets_are_at_most_as_large_as_planned(s
     pool, in_use = BufferPool(buckets, limit, DEVICE), []
     growth = pool_growth(layouts, limit)
     for number, each in enumerate(buckets, start=1):
-        while pool.exhausted_for(each):
+        while pool.room_for(each) == 0:
             pool.release(*in_use.pop(0))
         in_use.append((each, pool.take(each)))
         assert pool.most_bytes <= 4 * max(growth[:number])

@@ -299,7 +299,7 @@ def test_ranks_that_need_any_layers_in_any_order_all_get_them_and_gather_in_one_
                     order.reach(number)
                     gather(number)
                 order.reach(end)
-            order.steps += 1
+            order.count_step()
 
     with ThreadPoolExecutor(world_size) as threads:
         for ended in [threads.submit(run, rank) for rank in range(world_size)]:
