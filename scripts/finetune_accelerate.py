@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import recipes
+import finetuning
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from finetune_bert import load_model
@@ -117,13 +117,17 @@ def share_global_batch(run: LoopArguments) -> None:
         print(f"{run.global_batch_size} rows cannot be shared evenly by {ranks} ranks: a step takes {batch}.")
 
 
-@recipes.one_paragraph()
-@recipes.ranks_together()
+@finetuning.one_paragraph()
+@finetuning.ranks_together()
 def main():
-    model_args, data_args, run = recipes.parse_arguments(
-        recipes.ModelArguments, recipes.ClassificationArguments, LoopArguments, defaults={}, from_scratch=FROM_SCRATCH
+    model_args, data_args, run = finetuning.parse_arguments(
+        finetuning.ModelArguments,
+        finetuning.ClassificationArguments,
+        LoopArguments,
+        defaults={},
+        from_scratch=FROM_SCRATCH,
     )
-    recipes.check_writable(run.output_dir)
+    finetuning.check_writable(run.output_dir)
     set_seed(run.seed)
     share_global_batch(run)
 
@@ -138,18 +142,22 @@ def main():
     )
     if run.resume_from_checkpoint == "auto":
         run.resume_from_checkpoint = last_good_state(accelerator, run.output_dir)
-    first_step = recipes.step_to_resume(run.resume_from_checkpoint)
+    first_step = finetuning.step_to_resume(run.resume_from_checkpoint)
 
     with accelerator.local_main_process_first():
-        splits = recipes.load_classification(data_args, run.seed)
-    tokenizer = recipes.load_or_train(
-        model_args, recipes.train_for_classification, splits["train"]["text"], run.output_dir, resuming=first_step > 0
+        splits = finetuning.load_classification(data_args, run.seed)
+    tokenizer = finetuning.load_or_train(
+        model_args,
+        finetuning.train_for_classification,
+        splits["train"]["text"],
+        run.output_dir,
+        resuming=first_step > 0,
     )
     with accelerator.local_main_process_first():
-        rows = recipes.tokenize(splits, tokenizer, data_args.max_seq_length)
+        rows = finetuning.tokenize(splits, tokenizer, data_args.max_seq_length)
     # At stage 3, the pretrained weights stay in their files until each rank reads its shard.
     with init(plugin):
-        model = load_model(model_args, tokenizer, data_args.max_seq_length, recipes.class_names(splits))
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, finetuning.class_names(splits))
 
     loader = partial(DataLoader, collate_fn=DataCollatorWithPadding(tokenizer))
     train_loader, eval_loader = accelerator.prepare(
@@ -168,7 +176,7 @@ def main():
     results = {"parameters": accelerator.unwrap_model(model).num_parameters(), "processes": accelerator.num_processes}
     results |= train(accelerator, run, model, optimizer, scheduler, train_loader, first_step)
     results["eval_accuracy"] = evaluate(accelerator, model, eval_loader)
-    results["peak_memory_bytes"] = recipes.peak_memory_bytes()
+    results["peak_memory_bytes"] = finetuning.peak_memory_bytes()
 
     # Every rank takes part in collecting the whole weights, and the main one writes them.
     state_dict = accelerator.get_state_dict(model)
@@ -178,7 +186,7 @@ def main():
     if accelerator.is_main_process:
         tokenizer.save_pretrained(run.output_dir)
         engine = engine_of(accelerator) if run.zero is not None else None
-        recipes.report("BERT classification in a plain loop", results, run.output_dir, engine)
+        finetuning.report("BERT classification in a plain loop", results, run.output_dir, engine)
 
 
 if __name__ == "__main__":

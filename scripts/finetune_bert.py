@@ -8,8 +8,8 @@ Without a dataset it learns to tell from a docstring which package of the standa
 model it trains a small one from scratch. Without `--zero` it runs under stock DDP.
 """
 
+import finetuning
 import numpy as np
-import recipes
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -39,13 +39,16 @@ def small_bert(max_seq_length: int) -> BertConfig:
 
 
 def load_model(
-    model_args: recipes.ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, names: dict[str, dict]
+    model_args: finetuning.ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    names: dict[str, dict],
 ) -> PreTrainedModel:
     """The pretrained model with a new head for these classes, or a model from scratch."""
     if model_args.model_name_or_path:
         return AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path, **names)
     small = small_bert(max_seq_length)
-    config = recipes.config_from_scratch(
+    config = finetuning.config_from_scratch(
         model_args, small, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **names
     )
     return AutoModelForSequenceClassification.from_config(config)
@@ -56,34 +59,34 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=-1) == prediction.label_ids))}
 
 
-@recipes.one_paragraph()
-@recipes.ranks_together()
+@finetuning.one_paragraph()
+@finetuning.ranks_together()
 def main():
-    model_args, data_args, training_args = recipes.parse_arguments(
-        recipes.ModelArguments,
-        recipes.ClassificationArguments,
+    model_args, data_args, training_args = finetuning.parse_arguments(
+        finetuning.ModelArguments,
+        finetuning.ClassificationArguments,
         ZeroTrainingArguments,
         defaults=DEFAULTS,
         from_scratch=FROM_SCRATCH,
     )
-    recipes.check_writable(training_args.output_dir)
-    checkpoint = recipes.checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+    finetuning.check_writable(training_args.output_dir)
+    checkpoint = finetuning.checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     set_seed(training_args.seed)
 
     with training_args.main_process_first(desc="loading the data"):
-        splits = recipes.load_classification(data_args, training_args.seed)
-    tokenizer = recipes.load_or_train(
+        splits = finetuning.load_classification(data_args, training_args.seed)
+    tokenizer = finetuning.load_or_train(
         model_args,
-        recipes.train_for_classification,
+        finetuning.train_for_classification,
         splits["train"]["text"],
         training_args.output_dir,
         resuming=checkpoint is not None,
     )
     with training_args.main_process_first(desc="tokenizing"):
-        rows = recipes.tokenize(splits, tokenizer, data_args.max_seq_length)
+        rows = finetuning.tokenize(splits, tokenizer, data_args.max_seq_length)
     # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
     with init(training_args.parallelism_config):
-        model = load_model(model_args, tokenizer, data_args.max_seq_length, recipes.class_names(splits))
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, finetuning.class_names(splits))
 
     trainer = Trainer(
         model=model,
@@ -101,7 +104,7 @@ def main():
     def evaluated(metrics: dict[str, float]) -> dict[str, float]:
         return {name: metrics[name] for name in ("eval_loss", "eval_accuracy")}
 
-    recipes.run_trainer("BERT classification", trainer, checkpoint, evaluated)
+    finetuning.run_trainer("BERT classification", trainer, checkpoint, evaluated)
 
 
 if __name__ == "__main__":

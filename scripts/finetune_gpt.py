@@ -11,7 +11,7 @@ from scratch. Without `--zero` it runs under stock DDP.
 import math
 from dataclasses import dataclass
 
-import recipes
+import finetuning
 from datasets import DatasetDict
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +31,7 @@ FROM_SCRATCH = {"learning_rate": 2e-3, "num_train_epochs": 1, "warmup_steps": 20
 
 
 @dataclass
-class TextArguments(recipes.DataArguments):
+class TextArguments(finetuning.DataArguments):
     """Which text is learned. Without any of these: the source of Python's standard library."""
 
     block_size: int = HfArg(default=128, help="The text is packed into blocks of so many tokens.")
@@ -40,9 +40,9 @@ class TextArguments(recipes.DataArguments):
 def load_text(data: TextArguments) -> DatasetDict:
     """`train` and `validation`, with the single column `text`."""
     if not (data.dataset_name or data.train_file):
-        return recipes.sources()
-    splits = recipes.load_splits(data, plain_text=True)
-    [column] = recipes.find_columns(splits, "--text_column", data.text_column, recipes.TEXT_NAMES)
+        return finetuning.sources()
+    splits = finetuning.load_splits(data, plain_text=True)
+    [column] = finetuning.find_columns(splits, "--text_column", data.text_column, finetuning.TEXT_NAMES)
     splits = splits.select_columns(column)
     return splits if column == "text" else splits.rename_column(column, "text")
 
@@ -53,39 +53,39 @@ def small_gpt(block_size: int) -> GPT2Config:
 
 
 def load_model(
-    model_args: recipes.ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int
+    model_args: finetuning.ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> PreTrainedModel:
     """The pretrained model, or one from scratch with the tokenizer's vocabulary."""
     if not model_args.model_name_or_path:
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        config = recipes.config_from_scratch(model_args, small_gpt(block_size), vocab_size=len(tokenizer), **ends)
+        config = finetuning.config_from_scratch(model_args, small_gpt(block_size), vocab_size=len(tokenizer), **ends)
         model = AutoModelForCausalLM.from_config(config)
     else:
         model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
     positions = getattr(model.config, "max_position_embeddings", block_size)
     if block_size > positions:
-        raise recipes.RecipeError(
+        raise finetuning.RecipeError(
             f"--block_size is {block_size}, but this model has {positions} positions; allowed: 1 to {positions}. Give a "
             "smaller block size."
         )
     return model
 
 
-@recipes.one_paragraph()
-@recipes.ranks_together()
+@finetuning.one_paragraph()
+@finetuning.ranks_together()
 def main():
-    model_args, data_args, training_args = recipes.parse_arguments(
-        recipes.ModelArguments, TextArguments, ZeroTrainingArguments, defaults=DEFAULTS, from_scratch=FROM_SCRATCH
+    model_args, data_args, training_args = finetuning.parse_arguments(
+        finetuning.ModelArguments, TextArguments, ZeroTrainingArguments, defaults=DEFAULTS, from_scratch=FROM_SCRATCH
     )
-    recipes.check_writable(training_args.output_dir)
-    checkpoint = recipes.checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+    finetuning.check_writable(training_args.output_dir)
+    checkpoint = finetuning.checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     set_seed(training_args.seed)
 
     with training_args.main_process_first(desc="loading the data"):
         splits = load_text(data_args)
-    tokenizer = recipes.load_or_train(
+    tokenizer = finetuning.load_or_train(
         model_args,
-        recipes.train_for_language_modelling,
+        finetuning.train_for_language_modelling,
         splits["train"]["text"],
         training_args.output_dir,
         resuming=checkpoint is not None,
@@ -94,13 +94,13 @@ def main():
     with init(training_args.parallelism_config):
         model = load_model(model_args, tokenizer, data_args.block_size)
     with training_args.main_process_first(desc="packing the text"):
-        blocks = recipes.pack(splits, tokenizer, data_args.block_size)
+        blocks = finetuning.pack(splits, tokenizer, data_args.block_size)
 
     trainer = Trainer(
         model=model,
         args=training_args,
-        train_dataset=recipes.at_most(blocks["train"], data_args.max_train_samples, training_args.seed),
-        eval_dataset=recipes.at_most(blocks["validation"], data_args.max_eval_samples, training_args.seed),
+        train_dataset=finetuning.at_most(blocks["train"], data_args.max_train_samples, training_args.seed),
+        eval_dataset=finetuning.at_most(blocks["validation"], data_args.max_eval_samples, training_args.seed),
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
@@ -109,7 +109,7 @@ def main():
         return {"eval_loss": metrics["eval_loss"], "perplexity": math.exp(metrics["eval_loss"])}
 
     speed = {"rate": "train_tokens_per_second", "rows": data_args.block_size}
-    recipes.run_trainer("GPT language modelling", trainer, checkpoint, evaluated, **speed)
+    finetuning.run_trainer("GPT language modelling", trainer, checkpoint, evaluated, **speed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hf_zero.cli.app import app
 ROOT = Path(__file__).resolve().parent.parent
 
 GROUPS = {
-    "Ways in": ("ZeroPlugin", "ZeroTrainingArguments", "with_zero", "ZeroCallback", "ZeroEngine"),
+    "Ways in": ("ZeroPlugin", "ZeroTrainingArguments", "with_zero", "ZeroCallback", "ZeroEngine", "launch"),
     "Settings": ("ZeroConfig", "ConfigError"),
     "Models and their parameters": ("engine_of", "gathered", "unsharded", "init", "parallel_config"),
     "Long runs": ("last_good_state", "same_global_batch", "GradScaler", "Rescue", "RunRecorder"),
@@ -41,19 +41,23 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, name, content=text))
     for name in REPOSITORY_FILES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
-    for path in sorted((ROOT / "configs").rglob("*")):
-        if path.is_file():
+    for path in sorted(path for folder in ("configs", "scripts/recipes") for path in (ROOT / folder).rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Redirects links of the README and of `docs/` to pages of the site, and links names of configs to the files."""
+    """Redirects links to pages of the site, links configs and recipes to files, and adds a recipe's script to its page."""
     markdown = re.sub(r"\]\(\.\./README\.md(#[^)]*)?\)", lambda found: f"](index.md{found[1] or ''})", markdown)
     markdown = re.sub(r"\]\((notebooks/[\w-]+)\.ipynb\)", r"](\1.md)", markdown)
     # The words after a fence's language tell the tests how to launch the example. Markdown's extension does not accept them.
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
-    return re.sub(r"`(configs/[\w/]+\.\w+)`", r"[`\1`](\1)", markdown)
+    if page.file.src_uri.startswith("recipes/") and page.file.name != "index":
+        script = ROOT / "scripts" / Path(page.file.src_uri).with_suffix(".py")
+        markdown += f"\n## The script\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
+    top = "../" * page.file.src_uri.count("/")
+    return re.sub(r"`((?:configs|scripts/recipes)/[\w/]+\.\w+)`", rf"[`\1`]({top}\1)", markdown)
 
 
 def made_pages() -> dict[str, str]:

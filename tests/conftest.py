@@ -68,7 +68,14 @@ ranks.PRELOAD_FOLDERS.append(SUPPORT)
 LONGEST_FIRST = (
     *("test_docs.py", "test_hub.py", "test_unmodified_scripts.py", "test_split_models.py", "test_late_ranks.py"),
     *("test_trainer.py", "test_stage3.py", "test_equivalence.py", "test_standin_device.py", "test_memory.py"),
-    *("test_kernels.py", "test_recipes.py", "test_races.py", "test_accelerate.py", "test_commit.py", "test_moments.py"),
+    *(
+        "test_kernels.py",
+        "test_finetune.py",
+        "test_races.py",
+        "test_accelerate.py",
+        "test_commit.py",
+        "test_moments.py",
+    ),
     *(
         "test_faults.py",
         "test_foreign_runs.py",
@@ -97,7 +104,7 @@ LONGEST_FIRST = (
 
 # The same where slow tests run, too; those of the other list follow.
 LONGEST_FIRST_WITH_SLOW = (
-    *("test_races.py", "test_docs_in_minutes.py", "test_bench.py", "test_recipes.py", "test_core_alone.py"),
+    *("test_races.py", "test_docs_in_minutes.py", "test_bench.py", "test_finetune.py", "test_core_alone.py"),
     *("test_preemption.py", "test_configs.py", "test_elastic_agents.py", "test_random_modules.py", "test_places.py"),
     *("test_forecast.py", "test_sequences.py", "test_skipped_layers.py", "test_parity.py", "test_memory.py"),
     *("test_late_ranks.py", "test_commit.py", "test_split_checkpoints.py", "test_hostile_folders.py"),

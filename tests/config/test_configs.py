@@ -14,8 +14,8 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from finetuning import RESULTS_NAME
 from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, launch_forked, own_environment
-from recipes import RESULTS_NAME
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
@@ -48,7 +48,7 @@ KEYS_OF_STAGE_3 = {
 
 SAY_WHERE = """
 from accelerate import Accelerator
-from recipes import ranks_together
+from finetuning import ranks_together
 with ranks_together():
     accelerator = Accelerator()
     print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device.type}", flush=True)

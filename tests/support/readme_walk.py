@@ -46,6 +46,8 @@ LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 RUNS_THE_TESTS = "bash scripts/test.sh"
 INSTALLS = ("git clone ", "pip install ")
 MEASURES = "bash scripts/bench/all.sh --quick"
+RECIPE = re.compile(r"hf-zero (run --zero \d|plan) scripts/recipes/")
+"""Lines of the recipes' pages that this machine can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class Line:
             return "fetches or installs; a test of the wheel installs the package"
         if self.command == MEASURES:
             return "is run by test_bench.py, which looks at its figures"
+        if RECIPE.match(self.command) and not self.comment:
+            return "is run by test_recipes.py, which compares it with DDP, or with the page"
         gpus = re.match(r"(\d+) GPUs?\b", self.comment)
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus is not None and there < int(gpus[1]):
@@ -163,7 +167,11 @@ def steps_of(text: str) -> Iterator[Block | Line]:
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs" / "recipes").glob("*.md")),
+    ]
 }
 """Pages for users. All of their code is run."""
 
