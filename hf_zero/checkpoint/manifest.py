@@ -522,8 +522,8 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
 def _is_as_written(content: dict[str, Any], text: str) -> bool:
     """Whether a manifest matches its hash, which is removed, and its own spelling: one flipped bit turns `1e-8` into `1E-8`."""
     try:
-        # Compare the text first, while the hash is included. The hash covers the other fields. It is removed for good, since an
-        # additional field would be refused later.
+        # Compare the text first, while the hash is included. Then remove the hash: it covers the other fields, and a later check
+        # refuses unknown fields.
         return text == _text(content) and content.pop("xxh3", None) == _hash(content)
     except RecursionError:
         return False

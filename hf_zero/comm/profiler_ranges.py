@@ -10,7 +10,7 @@ _NOTHING = nullcontext()
 
 
 def shown(does: str, what: object) -> AbstractContextManager:
-    """Opens a range "hf_zero: `does` `what`" in a running profile; does nothing without a profile."""
+    """Opens a range "hf_zero: `does` `what`" in a running profile; without a profile, does nothing."""
     return profiler.record_function(f"hf_zero: {does} {what}") if profiler._is_profiler_enabled else _NOTHING
 
 

@@ -482,7 +482,7 @@ class CollectiveTransport(Transport):
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._barrier is not None:
             self._barrier.wait(purpose, timeout_s, alone)
-            # The barrier only counts ranks; the exchange finds ranks which called it for a different purpose.
+            # The barrier only counts ranks. The exchange finds ranks with a different purpose.
             self.exchange(None, call_of(purpose))
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:

@@ -225,7 +225,7 @@ def _alone(value: object) -> list:
 
 
 def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:
-    """Returns the groups with only those settings that torch's optimizer of this name has; DeepSpeed's fused ones have more."""
+    """Returns the groups with the settings of torch's optimizer of this name only; DeepSpeed's fused optimizers have more."""
     kind = getattr(torch.optim, optimizer, None)
     known = {"initial_lr", *inspect.signature(kind).parameters} if isinstance(kind, type) else None
     return [

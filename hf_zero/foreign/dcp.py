@@ -47,7 +47,7 @@ class DcpFolder(ChunkedFolder):
         self._refuse_short_files()
 
     def value(self, path: tuple[Any, ...]) -> Any:
-        """Returns a plain value, or a tensor of one element as it was saved."""
+        """Returns a plain value, or a tensor of one element with its saved shape."""
         [chunk] = self.entries[path].chunks
         return chunk.load()
 
@@ -240,7 +240,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim")
 
 
 class DcpCheckpoint(ForeignCheckpoint):
-    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only the chunks that contain its rows.
+    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only the chunks with its rows.
 
     Args:
         folder: a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`; or with `.metadata` of a dictionary with the keys

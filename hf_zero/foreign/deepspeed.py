@@ -53,7 +53,7 @@ class DeepSpeedFiles:
 
 
 def step_folder_of(folder: Path) -> Path | None:
-    """Returns the folder of the step that `latest` names, or `folder` itself; None if it was not written by DeepSpeed."""
+    """Returns the folder of the step named by `latest`, or `folder` itself; None for a folder of another writer."""
     latest = folder / "latest"
     if latest.is_file():
         tag = read_text(latest, most_bytes=_LARGEST_TAG_BYTES).strip()

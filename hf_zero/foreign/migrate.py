@@ -188,7 +188,7 @@ def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterat
 
 
 def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], translation: Translation) -> str | None:
-    """Returns the reason why settings contradict the chosen ones; None if they agree."""
+    """Returns how settings contradict the chosen ones; None if all agree."""
     for name, value in translation.settings.items():
         if name in chosen and chosen[name] != value:
             return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"

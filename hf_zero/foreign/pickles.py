@@ -63,7 +63,7 @@ _OF_DEEPSPEED = (
 
 
 def load_deepspeed_file(path: Path) -> dict[str, Any]:
-    """Opens a `.pt` file that DeepSpeed wrote. It is memory-mapped, so tensors are read when they are accessed.
+    """Opens a `.pt` file of DeepSpeed. The file is memory-mapped, so tensors are read on access.
 
     Raises:
         CheckpointError: the file is missing, truncated, or contains an unknown class.
@@ -273,7 +273,7 @@ def load_dcp_metadata(path: Path) -> Record:
 
 
 def load_stream(content: bytes, path: Path) -> Any:
-    """Returns a tensor or plain value that `torch.save` wrote to a part of a file.
+    """Returns a tensor or plain value written by `torch.save` to a part of a file.
 
     Raises:
         CheckpointError: the bytes cannot be read; the message contains the cause.

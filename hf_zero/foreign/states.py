@@ -95,7 +95,7 @@ class ChunkedFolder:
         boxes = [(chunk.offsets or (0,), chunk.sizes or (1,)) for chunk in entry.chunks if 0 not in chunk.sizes]
         if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
             raise self._damaged(path, "has a chunk of another number of dimensions")
-        # All elements between neighbouring cuts are in the same chunks, so it is enough to check one of them.
+        # All elements between neighboring cuts are in the same chunks, so check one of them.
         cuts = [
             sorted({0, size, *(o[dim] for o, _ in boxes), *(o[dim] + s[dim] for o, s in boxes)})
             for dim, size in enumerate(shape)
@@ -192,7 +192,7 @@ class ForeignCheckpoint(ABC):
         return self.read_weight(name, Box.whole(self.weight_shapes()[name]), Interval(0, 1)).dtype
 
     def read_weight(self, name: str, box: Box, interval: Interval) -> torch.Tensor:
-        """Returns the elements `interval` of a part of a weight, 1-D; a trained weight as the optimizer kept it."""
+        """Returns the elements `interval` of a part of a weight, 1-D; a trained weight with the optimizer's precision."""
         if name in self.shapes:
             return self.read_part(MASTER, name, box, interval)
         if self._others is None:

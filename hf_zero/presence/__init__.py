@@ -1,1 +1,1 @@
-"""Which ranks are present, late or lost: waits through the store, the watchdog, and the errors that end a run."""
+"""The ranks which are present, late or lost: waits through the store, the watchdog, and the errors of a failed run."""

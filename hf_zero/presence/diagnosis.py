@@ -168,7 +168,7 @@ class StragglerReport:
 
     @property
     def finding(self) -> str:
-        """Returns one line that names the failed collective and the ranks that caused the failure."""
+        """Returns one line with the failed collective and the ranks responsible for the failure."""
         culprits, at = self.culprits, in_brackets(self.wait.holds, self.place, self.line)
         if culprits == [self.rank]:
             return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"

@@ -52,7 +52,7 @@ class StopsWhenLoaded(TrainerCallback):
 def saves_of_ours(
     rank: int, world_size: int, *, model: str, stage: int, folder: str, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of a synchronous save; for an asynchronous one, of training's wait, and of the save with a step during it."""
+    """Seconds of a synchronous save; for an asynchronous one, of training's wait, and of the save with a step in parallel."""
     from hf_zero.integrations.trainer_saves import CheckpointSaver
 
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
@@ -67,7 +67,7 @@ def saves_of_ours(
 
     def behind() -> None:
         savers["behind"].save(None, None)
-        # Parts that are not on the disk at the optimizer's step are copied then: this copy is part of the wait.
+        # Parts not on the disk before the optimizer's step are copied then: this copy is part of the wait.
         batch = WORKLOADS[model].make_batch(rank, len(seconds["stall"]))
         trainer.model(**batch).loss.backward()
         trainer.optimizer.step()
@@ -185,7 +185,7 @@ def resumes(
 
 
 def _to_disk(*paths: Path, forgets: bool = False) -> None:
-    """Makes the system write files to the disk, and optionally drop them from its cache, so they are read from the disk."""
+    """Makes the system write files to the disk, and optionally drop them from its cache for a cold read."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Kills agents of elastic runs at random moments, and shows that each run continues like one resumed by hand.
+"""Kills agents of elastic runs at random moments, and compares each continued run with one resumed by hand.
 
     python scripts/bench/elastic.py    # 10 runs of 3 agents, one kill each, and their table
 
@@ -115,7 +115,7 @@ class Start:
 
 
 def starts_in(log: Path, apart_s: float = 4.0) -> list[Start]:
-    """Returns the starts of the workers with logs in a folder, in order, without starts that reached no step."""
+    """Returns the starts of the workers with logs in a folder, in order. Starts without a step are left out."""
     starts: list[Start] = []
     for path in sorted(log.glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -238,7 +238,7 @@ def killed_run(
 
 
 def _evict(folder: Path) -> None:
-    """Removes the checkpoints' files from the system's cache: a node that restarts may not have read them before."""
+    """Removes the checkpoints' files from the system's cache: a restarting node may not have read them before."""
     os.sync()
     for path in folder.glob("checkpoint-*/**/*"):
         with suppress(OSError), path.open("rb") as file:
@@ -246,7 +246,7 @@ def _evict(folder: Path) -> None:
 
 
 def _furthest(log: Path, world_size: int) -> int:
-    """Returns the last step that a rank of the first start has begun."""
+    """Returns the last step begun by a rank of the first start."""
     starts = (start for start in starts_in(log) if start.world_size == world_size)
     return max((step for start in starts for step, _, _ in start.steps), default=-1)
 
@@ -262,7 +262,7 @@ def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], 
 
 
 def rows_trained(starts: list[Start]) -> list[list[int]]:
-    """Returns the samples of each step, as logged by the last start that ran the step."""
+    """Returns the samples of each step, as logged by the last start with this step."""
     steps: dict[int, list[int]] = {}
     for start in starts:
         steps.update({step: start.rows_of(step) for step in {step for step, _, _ in start.steps}})
@@ -270,7 +270,7 @@ def rows_trained(starts: list[Start]) -> list[list[int]]:
 
 
 def is_each_row_once(steps: list[list[int]], rows: int) -> bool:
-    """Whether each pass over the data has each sample once, and the last, incomplete one none twice."""
+    """Whether each full pass over the data has each sample exactly once, and the last, incomplete pass has none twice."""
     taken = [row for step in steps for row in step]
     passes = [taken[start : start + rows] for start in range(0, len(taken), rows)]
     return all(len(set(each)) == len(each) for each in passes)
@@ -293,7 +293,7 @@ class OwnArguments:
 
 
 class LoggingTrainer(Trainer):
-    """A Trainer that logs the samples and the loss of each micro-batch."""
+    """A Trainer with a log of the samples and the loss of each micro-batch."""
 
     def __init__(self, *args: Any, log: Path, step_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-# Imported once by the process that forks the ranks: otherwise each rank would spend its first seconds on these imports.
+# Imported once by the forking process. Otherwise each rank would spend its first seconds on these imports.
 PRELOADED_MODULES = ["torch", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
 
 # Seconds to wait after a first report of failure for an earlier failure. A killed rank sends no report, and another rank, whose
@@ -158,7 +158,7 @@ def _started(task: _Task) -> Iterator[_Ranks]:
 
 
 def start_forking() -> None:
-    """Starts the process from which ranks are forked, unless it is running."""
+    """Starts the process from which ranks are forked, unless this process exists."""
     forkserver.set_forkserver_preload(["preloaded"])
     before = dict(os.environ)
     # The forkserver receives this process's `sys.path`, but before Python 3.13 does not search it.
@@ -177,7 +177,7 @@ def start_forking() -> None:
 def joined_process_group(
     rank: int, world_size: int, store_folder: str | Path, time_limit_s: float, store: dist.Store | None = None
 ) -> Iterator[None]:
-    """A gloo process group with a store in a file, so that only the engines' own bytes are sent by network.
+    """A gloo process group with a store in a file, to send only the engines' own bytes by network.
 
     A rank that raises does not destroy its group: otherwise the others would fail because of that, before the reason is known.
 
@@ -189,7 +189,7 @@ def joined_process_group(
     store = store or dist.FileStore(str(Path(store_folder) / "store"), world_size)
     limit = timedelta(seconds=time_limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    # If a fast rank left now, the ranks that are still connecting would fail.
+    # If a fast rank left now, ranks which are still connecting would fail.
     dist.barrier()
     yield
     dist.destroy_process_group()
@@ -238,7 +238,7 @@ class _Ranks:
     def send(self, message: Any) -> None:
         """Send the same message to every rank."""
         for pipe_end in self.pipe_ends:
-            # Ignore a rank that has failed: `collect` finds the failure.
+            # Ignore a failed rank: `collect` finds the failure.
             with suppress(BrokenPipeError, ConnectionResetError):
                 pipe_end.send(message)
 
@@ -270,7 +270,7 @@ class _Ranks:
         failures = [(rank, outcome) for rank, outcome in results.items() if isinstance(outcome, _Failure)]
         vanished = [each for each in failures if each[1].told_s is None]
         told = sorted((each for each in failures if each[1].told_s is not None), key=lambda each: each[1].told_s)
-        # A rank that disappeared may be the cause of the others' failures, or their consequence (a library that aborts).
+        # A rank without a report may be the cause of the others' failures, or their consequence (a library may abort).
         texts = [f"rank {rank} failed:\n{failure.traceback_text}" for rank, failure in (*vanished, *told[:1])]
         raise RankFailedError("\n".join(texts))
 

@@ -1,4 +1,4 @@
-"""Manipulated checkpoints with corrected checksums, and all commands that read them."""
+"""Manipulated checkpoints with corrected checksums, and all commands for such folders."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def make_card(folder: Path) -> bool:
 
 
 def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
-    """Returns each command that reads a folder."""
+    """Returns each command for reading a folder."""
     found = {
         "verify": ("verify", folder),
         "inspect": ("inspect", folder),
@@ -116,7 +116,7 @@ def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
 
 
 def every_command(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
-    """Returns all commands that read a folder or a config, and again with `--json` if the JSON contains names from the folder."""
+    """Returns all commands for a folder or a config, and again with `--json` if the JSON contains names from the folder."""
     config = folder / "config.json"
     found = commands(folder, out) | {
         "report": ("report", folder, "--output", out.with_name("page.html")),

@@ -27,7 +27,7 @@ SECONDS = 120
 
 
 def own_port() -> int:
-    """Returns a port that tests in pytest's other processes do not use."""
+    """Returns a port of this pytest process, unused by the tests in pytest's other processes."""
     return 29510 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
@@ -35,7 +35,7 @@ _barrier = itertools.count()
 
 
 def port_to_meet_on() -> int:
-    """Returns a free port that no other process gets by accident before the ranks connect.
+    """Returns a free port which no other process gets by accident before the ranks connect.
 
     The system gives the ports it chooses to any connection, so this port is from a range. Each pytest process has its own range.
     """
@@ -68,7 +68,7 @@ def own_environment(caches: Path) -> dict[str, str]:
 def launch(
     script: Path, *arguments: object, caches: Path, config: Path = CPU2, flags: Sequence[object] = ()
 ) -> subprocess.CompletedProcess:
-    """Runs the script until it ends, in any way."""
+    """Runs the script to its end."""
     command = launch_command(script, *arguments, config=config, flags=flags)
     environment = own_environment(caches)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)

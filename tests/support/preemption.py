@@ -109,7 +109,7 @@ class Outcome:
 
     @property
     def fault_found(self) -> str | None:
-        """Describes the first fault of the trial; None if it ended as expected."""
+        """Describes the first fault of the trial; None if the trial ended as expected."""
         trial = self.trial
         if None in [*self.codes, *self.resumed_codes]:
             return "hang"
@@ -152,7 +152,7 @@ class Strike:
 
 
 class FakeTime:
-    """A clock advanced by each phase of a step and each save. At a trial's time, it kills the process."""
+    """A clock advanced by each phase of a step and each save. At a trial's time, the clock kills the process."""
 
     now_s = 0.0
 
@@ -362,7 +362,7 @@ def said_by(folder: Path, trial: Trial) -> str:
 
 
 def run_trial(trial: Trial, folder: Path) -> Outcome:
-    """Interrupts a run, checks its checkpoints, and resumes it."""
+    """Interrupts a run, checks its checkpoints, and resumes the run."""
     reference = uninterrupted(without_signal(trial), folder.parent)
     codes, ended = start(trial, folder)
     struck = [float(path.read_text()) for path in folder.glob("struck *")]

@@ -1,4 +1,4 @@
-"""Runs a page of the documentation as its reader types it: example after example, line after line, in one folder.
+"""Runs a page of the documentation as its reader would: example after example, line after line, in one folder.
 
 A Python example is saved under the name in its first line. A line of a bash block is run unchanged, unless its comment marks it
 as impossible on this machine (`# 8 GPUs`) or as slow. Slow lines, and some others, only run in tests marked slow.
@@ -81,7 +81,7 @@ class Line:
 
     @property
     def hindrance(self) -> str | None:
-        """Returns why the line is not run here; None if it is."""
+        """Returns the reason not to run the line here; None without one."""
         if self.command == RUNS_THE_TESTS:
             return "would run this very test"
         if self.command.startswith(INSTALLS):
@@ -114,7 +114,7 @@ class Launch:
 
     @staticmethod
     def of(command: str) -> "Launch | None":
-        """Parses a command; None if it starts no script."""
+        """Parses a command; None if the command starts no script."""
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
             r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node (?P<ranks>\d)"
@@ -185,7 +185,7 @@ LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for n
 
 
 class Folder:
-    """A reader's folder: the parts of a fresh copy of the repository that are named by lines, and the files made by typed lines.
+    """A reader's folder: the parts of a fresh copy of the repository named by lines, and the files made by typed lines.
 
     For each of `launchers`, the first of its lines really uses the launcher. All other scripts run in forked ranks, because a
     launcher and its ranks need a quarter of a minute of CPU time to import torch.

@@ -1,4 +1,4 @@
-"""Runs that keep a log, for the tests of reports."""
+"""Runs with a log, for the tests of reports."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def fails_at(rank: int, world_size: int, folder: str, step: int) -> str:
 
 
 def loops(rank: int, world_size: int, folder: str, tracked: bool = True, load: bool = False) -> dict[str, Any]:
-    """Runs a loop of accelerate with six steps. With `load`, it resumes from an earlier loop's state after the third step."""
+    """Runs a loop of accelerate with six steps. With `load`, the loop resumes from an earlier state after the third step."""
     as_launched(rank, world_size)
     accelerator = make_accelerator("plugin stage=2,report=true", cpu=True, project_dir=folder)
     torch.manual_seed(0)
@@ -73,14 +73,14 @@ def loops(rank: int, world_size: int, folder: str, tracked: bool = True, load: b
         if done == 3 and not load:
             accelerator.save_state(f"{folder}/state")
     is_open = accelerator.zero_recorder is not None and accelerator.zero_recorder.is_open
-    # The group belongs to the test, which still needs it.
+    # Keep the group, because the test still needs it.
     accelerator.state.destroy_process_group = lambda *_: None
     accelerator.end_training()
     return {"is_open": is_open, "open_after": accelerator.zero_recorder is not None}
 
 
 def plain_loop(rank: int, world_size: int, folder: str, steps: int = 6) -> list[str]:
-    """Runs a loop with ZeroEngine; returns the folder's files as seen by other ranks before they end."""
+    """Runs a loop with ZeroEngine; returns the folder's files as seen by the other ranks before their end."""
     torch.manual_seed(0)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
