@@ -1,19 +1,19 @@
 """A model's buffers (batch-norm statistics, position ids) kept as rank 0's, as DDP does.
 
 [Note: buffers between a forward and its backward]
-Several forwards may come before one backward, and what autograd has saved of a buffer in the first must still be there then: so
-DDP, before the second, writes rank 0's buffers without counting it as an edit. What differs between ranks
-then, as batch-norm statistics do, no backward may read.
+Several forwards may precede one backward, and autograd may have saved a buffer in the first forward. So DDP writes rank 0's
+buffers before the second forward without increasing version counters. No backward may read buffers that differ between ranks at
+that time, such as batch-norm statistics.
 
-[Note: buffers behind a step]
-DDP also broadcasts before the first forward of an evaluation, which so sees rank 0's buffers. Here the script may have called it
-on one rank alone, with the model that all ranks train, and no forward without gradients is collective. A step is, so they
-are sent behind it, too: those of a model that saves some, as batch norms do. Others (position ids, rotary frequencies) are
-constants that training does not change.
+[Note: buffers after a step]
+DDP also broadcasts before the first forward of an evaluation, which therefore sees rank 0's buffers. Here no forward without
+gradients is collective, because the script may evaluate the training model on only one rank. Instead, buffers are also sent
+after a step, which is collective. This is only done for models with buffers in their state dict, such as batch norms. Other
+buffers (position ids, rotary frequencies) are constants.
 
 [Note: buffers before a forward]
-A script may write a buffer on any rank, in place, by `.data` or by assignment, and no rank sees another's write. So nothing
-is left out because this rank has seen no change: a training forward sends all buffers wherever DDP's would.
+A script may write a buffer on any rank, in place, through `.data` or by assignment, and no rank can detect another rank's write.
+So a training forward always sends all buffers, in the same cases as DDP.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 
 
 def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
-    """Names of parameters and buffers that a script has told DDP to leave to each rank.
+    """Returns the names of parameters and buffers that a script has excluded from DDP.
 
-    DDP reads `_ddp_params_and_buffers_to_ignore` of the module that it wraps.
+    DDP reads `_ddp_params_and_buffers_to_ignore` of the wrapped module.
     """
     return frozenset(
         f"{prefix}.{name.removeprefix('.')}" if prefix else name
@@ -41,10 +41,10 @@ def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
 
 
 def ignored_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """The parameters among `ignored_by_ddp`: in no bucket, so that each rank trains and keeps its own.
+    """Returns the parameters in `ignored_by_ddp`. They are in no bucket, so each rank trains and keeps its own values.
 
-    As for DDP's reducer, a trained parameter is left out if all of its names are listed (a tied weight has several), and the
-    model's own have names with a leading dot.
+    As in DDP's reducer, a trained parameter is excluded only if all of its names are listed (a tied weight has several names).
+    Parameters directly in the model have names with a leading dot.
     """
     ignored = ignored_by_ddp(model)
     if not ignored:
@@ -63,44 +63,44 @@ def ignored_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
 
 
 class _SharedBuffers:
-    """The buffers of a model that all ranks have alike. They are looked up anew each time: a script may assign others."""
+    """A model's buffers that are equal on all ranks. Looked up again at each call, because a script may assign new tensors."""
 
     def __init__(self, model: nn.Module):
         ignored = ignored_by_ddp(model)
-        # Each module, and the names of its buffers that are left out.
-        # DDP lists buffers without the leading dot that its names of the model's own parameters have.
+        # Each module, and the names of its excluded buffers. DDP's names of buffers directly in the model have no leading dot,
+        # unless its names of parameters.
         self._places = [
             (module, frozenset(name for name in module._buffers if f"{path}.{name}".removeprefix(".") in ignored))
             for path, module in model.named_modules()
         ]
 
     def held(self) -> list[torch.Tensor]:
-        """Each once."""
+        """Returns the buffers, each once."""
         places = ((module._buffers, ignored) for module, ignored in self._places if module._buffers)
         held = (b for own, ignored in places for name, b in own.items() if b is not None and name not in ignored)
         return list({id(buffer): buffer for buffer in held}.values())
 
     @property
     def are_saved(self) -> bool:
-        """Whether some are in the state dict."""
+        """Whether some of the buffers are in the state dict."""
         return any(
             module._buffers.keys() - module._non_persistent_buffers_set - ignored for module, ignored in self._places
         )
 
 
 def has_buffers(model: nn.Module) -> bool:
-    """Whether the model has buffers that all ranks are to have alike."""
+    """Whether the model has buffers that are to be equal on all ranks."""
     return bool(_SharedBuffers(model).held())
 
 
 class ModelBuffers:
-    """Broadcasts all buffers of a model in one message: before training forwards as DDP does, and behind steps.
+    """Broadcasts all buffers of a model in one message, before training forwards as DDP does, and after steps.
 
     Args:
-        device: that the transport sends from.
+        device: device from which the transport sends.
 
     Attributes:
-        is_due: the next training forward sends them; DDP's `require_forward_param_sync`.
+        is_due: the next training forward sends the buffers, like DDP's `require_forward_param_sync`.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, device: torch.device):
@@ -111,35 +111,35 @@ class ModelBuffers:
         self._device = device
         self.is_due = True
         self._is_due_behind_step = False
-        # Training forwards that have begun, and how many of them had when the last pass ended.
+        # The number of training forwards begun so far, and the same number at the end of the last pass.
         self._begun = self._begun_before = 0
 
     def before_forward(self) -> None:
-        """Collective for a training forward, but for those behind one under no_sync; see [Note: buffers before a forward]."""
+        """Collective in a training forward, except after a forward under no_sync; see [Note: buffers before a forward]."""
         if self._is_training:
             self._begun += 1
             if self.is_due:
                 self._send()
 
     def after_forward(self, *, under_no_sync: bool) -> None:
-        """Notes whether the next training forward is to send."""
+        """Notes whether the next training forward sends the buffers."""
         if self._is_training:
             self.is_due = not under_no_sync
             self._is_due_behind_step = self.is_due and self._are_saved
 
     def after_step(self) -> None:
-        """Collective where a training forward came before; see [Note: buffers behind a step]."""
+        """Collective after a training forward outside no_sync; see [Note: buffers after a step]."""
         self._begun_before = self._begun
         if self._is_due_behind_step:
             self._send()
 
     def after_pass(self, *, failed: bool) -> None:
-        """Called behind a forward and backward that may have failed on some rank.
+        """Called after a forward and backward that may have failed on some rank.
 
         Args:
-            failed: they did on this one, which then takes part in the broadcast that the others' forward has begun with.
+            failed: this rank's pass has failed. Then this rank joins the broadcast with which the others' forward has begun.
         """
-        # A forward that had begun has sent its buffers already: a second broadcast would meet no other rank.
+        # If this rank's forward had begun, its buffers are already sent, and a second broadcast would hang.
         if failed and self._begun == self._begun_before and self.is_due and self._is_training:
             self._send()
         self._begun_before = self._begun
@@ -154,10 +154,10 @@ class ModelBuffers:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves a model's buffers to `device`, as `Module.to` does; they stay the same objects.
+    """Moves a model's buffers to `device`, as `Module.to` does. The tensors stay the same objects.
 
     Raises:
-        ValueError: one is on the meta device.
+        ValueError: a buffer is on the meta device.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -170,22 +170,22 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_buffers(model: nn.Module, transport: Transport, device: torch.device) -> None:
-    """Rank 0's buffers on every rank, in place; see [Note: buffers between a forward and its backward]. Collective.
+    """Copies rank 0's buffers to every rank, in place; see [Note: buffers between a forward and its backward]. Collective.
 
     Args:
-        device: that the transport sends from.
+        device: device from which the transport sends.
     """
     _broadcast(_SharedBuffers(model).held(), transport, device)
 
 
 def _broadcast(held: Sequence[torch.Tensor], transport: Transport, device: torch.device) -> None:
-    # By the size of an element: then each begins, among bytes, where its dtype can be read.
+    # Sort by element size, largest first, so that each buffer starts at a byte offset aligned to its dtype.
     buffers = sorted(held, key=lambda buffer: -buffer.itemsize)
     if not buffers:
         return
     flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])
-    # One message for all buffers: each would cost a latency of its own.
+    # One message for all buffers, because each message adds latency.
     transport.broadcast(flat, _LABEL)
     for buffer, values in zip(buffers, flat.split([buffer.nbytes for buffer in buffers])):
-        # By `data`, as DDP does in effect: a backward that has saved the buffer sees no edit.
+        # Write through `data`, which has the effect of DDP's copy: a backward that has saved the buffer notices no edit.
         buffer.data.copy_(values.view(buffer.dtype).view(buffer.shape))

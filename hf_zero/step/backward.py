@@ -1,4 +1,4 @@
-"""One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
+"""One backward pass: gradients fill buckets, full buckets are reduced, and the end of the pass reduces the remaining ones."""
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -30,38 +30,39 @@ _USED = Label(kind="agreement on used parameters", subject="this pass")
 _GRAD, _ARRIVED, _PARAMETER = attrgetter("grad"), attrgetter("arrived"), attrgetter("parameter")
 _PLAIN = {torch.Tensor}
 _LOST = 255
-"""Sent in place of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
+"""Sent instead of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
 _FIRST_PASSES, _MOST_PASSES = 2, 64
-"""Passes that have to fill a bucket in the same way before one hook takes all of it: at first, and after many surprises."""
+"""Passes that must fill a bucket in the same order before one hook handles it: at first, and at most."""
 
 
 def never_asked() -> int:
-    """Nobody looks for signals that ask this rank to stop."""
+    """Returns 0: no signal asks this rank to stop, because nobody listens for signals."""
     return 0
 
 
 # [Note: learned buckets]
-# A hook in Python on each parameter costs the host more than the reduction that it leads to. Most models fill their buckets in
-# the same way in each pass. So a bucket that the same parameter has completed in two passes is *learned*: from then on only the
-# hook on that parameter runs Python, and takes the gradients of all. The hooks on the others are `list.append`, in C.
+# A Python hook on each parameter costs the host more time than the reduction itself. Most models fill their buckets in the same
+# order in each pass. So if the same parameter completes a bucket in two passes, the bucket is *learned*: from then on, only the
+# hook on that parameter runs Python, and handles the gradients of the whole bucket. The other hooks are `list.append`, in C.
 #
-# The list tells which gradients have come, in their order, so nothing else is assumed. Gradients that the last hook does not take
-# together (others are still to come, one is undefined or is a sum with an earlier one, the pass only accumulates) are taken one
-# by one from the list, as hooks would have brought them: then, or at the end of the pass, or before the bucket is started. The
-# bucket is then watched parameter by parameter again, for twice as many passes each time.
+# The list records which gradients have arrived, and in which order, so a wrong guess loses nothing. The last hook cannot handle
+# the bucket as a whole if gradients are still missing, if one is undefined or was added to an earlier one, or if the pass only
+# accumulates. Then the gradients in the list are handled one by one, as separate hooks would have done: at once, before the
+# bucket starts, or at the end of the pass. After that, each parameter of the bucket has a Python hook again, each time for
+# twice as many passes.
 
 
 class _Filling:
-    """How far a bucket has come in the running pass, and how its gradients are watched. See [Note: learned buckets].
+    """How much of a bucket is filled in the running pass, and which hooks watch its gradients. See [Note: learned buckets].
 
     Attributes:
-        place: of the bucket among all.
-        awaited: how many of its slots have no gradient yet.
-        arrived: of a learned bucket, the parameters whose gradients have come and are not taken, in their order.
-        last: of a learned bucket, the slot whose hook takes all gradients; else None.
-        is_whole: all gradients were taken together in this pass.
-        completed_by: the slot that completed the bucket in this pass, with plain gradients alone.
-        bytes_to_come: when the bucket was completed, the bytes of all buckets of which no gradient had come yet.
+        place: index of the bucket.
+        awaited: number of slots without a gradient.
+        arrived: in a learned bucket, the parameters whose gradients have arrived but are not handled yet, in their order.
+        last: in a learned bucket, the slot whose hook handles all gradients; else None.
+        is_whole: all gradients of this pass were handled together.
+        completed_by: the slot that completed the bucket in this pass; only meaningful if all gradients were plain tensors.
+        bytes_to_come: when the bucket was completed, the bytes of all buckets without any gradient yet.
     """
 
     __slots__ = (
@@ -99,22 +100,22 @@ class _Filling:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have come in this pass."""
+        """Whether gradients have arrived in this pass."""
         return self.awaited < len(self.bucket.slots) or bool(self.arrived)
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of the bucket's whole gradient, in the dtype in which it is reduced."""
+        """Returns the bytes of the bucket's whole gradient in the reduce dtype."""
         bucket = self.bucket
         return bucket.layout.numel * bucket.precision.reduce.itemsize
 
     @property
     def is_alone(self) -> bool:
-        """Whether no parameter has a hook of the script's, which would see other gradients than in earlier passes."""
+        """Whether no parameter has a hook of the script, which would find different values in `p.grad` than in earlier passes."""
         return {1}.issuperset(map(len, self._hook_dicts))
 
     def install(self, gradients: "Gradients") -> list[RemovableHandle]:
-        """Puts a hook on every parameter; the handles take them off again."""
+        """Registers a hook on every parameter; returns the removable handles."""
         handles = [
             slot.parameter.register_post_accumulate_grad_hook(_hook_of(gradients, self.first + slot.number))
             for slot in self.bucket.slots
@@ -123,25 +124,25 @@ class _Filling:
         return handles
 
     def learn(self, gradients: "Gradients") -> None:
-        """Leaves one hook in Python, on the parameter of `last`."""
+        """Keeps one Python hook, on the parameter of `last`; the other hooks become `list.append`."""
         hooks: list[Any] = [self.arrived.append] * len(self.bucket.slots)
         hooks[cast(ParameterSlot, self.last).number] = _last_hook_of(gradients, self.place)
         self._replace_hooks(hooks)
 
     def watch_again(self, gradients: "Gradients") -> None:
-        """Puts hooks in Python on all parameters again."""
+        """Makes the hooks of all parameters Python hooks again."""
         self.last = None
         self._replace_hooks([_hook_of(gradients, self.first + slot.number) for slot in self.bucket.slots])
 
     def _replace_hooks(self, new: Sequence[Any]) -> None:
-        # In their places: torch would hook no parameter that is frozen now.
+        # Replaced in torch's own dict: torch refuses to register a hook on a parameter that is frozen now.
         for hooks, number, hook in zip(self._hook_dicts, self._hook_ids, new):
-            # Not there any more once the handle has been removed.
+            # A removed handle has deleted its entry.
             if number in hooks:
                 hooks[number] = hook
 
     def is_learned_now(self) -> bool:
-        """Called after each pass that reduces and in which the bucket is watched; returns whether that is no longer needed."""
+        """Whether the bucket is learned. Called after each reducing pass in which all of its parameters had Python hooks."""
         by = self.completed_by if self.is_plain else None
         self._in_a_row = self._in_a_row + 1 if by is not None and by is self._completed_before else int(by is not None)
         self._completed_before = by
@@ -153,28 +154,28 @@ class _Filling:
 
 
 class Gradients:
-    """Takes gradients from autograd's hooks and drives the store.
+    """Receives gradients from autograd's hooks and drives the store.
 
-    Buckets are started in their fixed order on every rank, each as soon as it and all before it are full, so that ranks
-    whose gradients come in different orders still meet in the same collectives. Whatever did not fill up is started at the
-    end of backward, with zeros where nothing came. The ranks then agree on which parameters were used at all: one that no
-    rank used keeps its gradient as it was, None included, as under DDP.
+    Every rank starts the buckets in the same fixed order: a bucket starts as soon as this bucket and all before it are full. So
+    ranks whose gradients arrive in different orders still match their collectives. At the end of backward the remaining buckets
+    start, with zeros for missing gradients. The ranks then agree on the used parameters. As under DDP, a parameter that no
+    rank used keeps its earlier gradient, which may be None.
 
     Args:
-        before_rest: called at the end of each backward, before reductions that have not started are.
+        before_rest: called at the end of each backward, before the remaining buckets start.
         after_pass: called at the end of each backward, when all gradients are reduced.
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
         store: keeps the gradients until the step.
         starts: counts the reductions that all ranks have started.
-        transport: of the ranks that step together.
+        transport: connects the ranks that step together.
         stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
-        stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
-        settings_differ: some rank has had other settings of the step than another; see `SharedSettings`.
+        stop_agreed: the largest signal number of all ranks at the end of their backward; 0 if no rank had a signal.
+        settings_differ: the ranks had different step settings at the end of a backward; see `SharedSettings`.
         reducing: False while micro-batches only accumulate.
-        ended: backward passes that have come to their end.
-        may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
+        ended: number of finished backward passes.
+        may_pass_over: buckets may start before all of their gradients have arrived; see `_start_passed_over`.
     """
 
     def __init__(
@@ -190,10 +191,10 @@ class Gradients:
         find_unused_parameters: bool,
     ):
         self._world_size = world_size
-        # One rank alone does as a plain loop, which leaves such a parameter without a gradient.
+        # With one rank nothing is reduced, so an undefined gradient stays None, as in plain PyTorch.
         self._fills_undefined = world_size > 1 and not find_unused_parameters
         self._buckets = list(buckets)
-        # Not the layout's index: that counts buckets of frozen parameters, too.
+        # In order of the trained buckets. The layout's indices also count buckets of frozen parameters.
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._fillings: list[_Filling] = []
         for bucket in self._buckets:
@@ -202,13 +203,14 @@ class Gradients:
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
         self.store = store
         self.transport = transport
-        # Lists with parameters in hooks of parameters: circles that Python does not find, if a failed pass leaves them full.
+        # A parameter's hook holds a list of parameters. Python's garbage collector does not see through torch's hooks, so a list
+        # that a failed pass leaves full would keep the model alive.
         weakref.finalize(self, _clear, [filling.arrived for filling in self._fillings])
         self._next = 0
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
         self._touched = False
-        # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
+        # Buckets of this pass started before the arrival of all of their gradients; see `_start_passed_over`.
         self._passed_over: set[Bucket] = set()
         self.may_pass_over = True
         store.start_passed_over = WeakMethod(self, Gradients._start_passed_over)
@@ -224,27 +226,27 @@ class Gradients:
         self.ended = 0
         self._before_rest = before_rest
         self._after_pass = after_pass
-        # True from the first gradient of a pass to its end.
+        # True from the first gradient of a pass to the end of the pass.
         self._end_is_queued = False
-        # The callback in autograd's queue. It dies without a call when an exception ends the backward.
+        # The callback in autograd's queue. Autograd drops the callback without a call if an exception ends the backward.
         self._end: weakref.ref[Any] | None = None
-        # Why no step may follow a failed pass. The other ranks may still wait for this rank's part of it unless `_owed` is None;
-        # else that is whether gradients had come.
+        # Why no step may follow a failed pass. `_owed` is None if the other ranks do not wait for this rank's part of the pass;
+        # otherwise whether gradients had arrived before the failure.
         self._failure: RuntimeError | None = None
         self._owed: bool | None = None
-        # Of a failed pass: whether another backward was to add to it, and the gradients that it has left.
+        # For a failed pass: whether another backward was to add to its gradients, and the marks of the gradients it has left.
         self._went_on = False
         self._left: list[tuple] = []
-        # The hook on an output came first: no pass like this one needs the hooks of parameters to be noticed.
+        # An output's hook has noticed this pass before any parameter's hook, so the end does not depend on parameters' hooks.
         self._is_announced = False
         self._begin_pass()
 
     def install(self) -> list[RemovableHandle]:
-        """Puts a hook on every parameter; the handles take them off again."""
+        """Registers a hook on every parameter; returns the removable handles."""
         return [handle for filling in self._fillings for handle in filling.install(self)]
 
     def _learn(self) -> None:
-        """After a pass that reduces: leaves one hook in Python on buckets that fill in the same way each time."""
+        """After a reducing pass, switches buckets between one Python hook and a Python hook per parameter."""
         for filling in self._fillings:
             if filling.last is None:
                 takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, filling.bytes_to_come)
@@ -254,21 +256,21 @@ class Gradients:
                 filling.watch_again(self)
 
     def watch(self, outputs: object) -> None:
-        """Has the backward of a forward's outputs end the pass: hooks every tensor of them that takes gradients."""
-        # On the root module's outputs, the hook queues autograd's callback on the outer graph task. Queued from a parameter's
-        # hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses that bypass
-        # the outputs, where an early end costs a further reduction and no gradient.
+        """Hooks every differentiable tensor of the root module's outputs: the end of their backward ends the pass."""
+        # An output's hook queues autograd's callback on the outer graph task. A parameter's hook may queue the callback on an
+        # inner task of reentrant checkpointing, whose end is too early. Only losses that bypass the outputs depend on
+        # parameters' hooks. For them an early end costs one more reduction, and no gradient is lost.
         tensors = differentiable_tensors(outputs)
         for tensor in tensors:
             tensor.register_hook(self._queue_end)
         if not tensors:
-            # Only hooks of parameters notice a backward of these outputs.
+            # Only parameters' hooks can notice a backward that does not pass through an output.
             for filling in self._fillings:
                 if filling.last is not None:
                     filling.watch_again(self)
 
     def _queue_end(self, gradient: torch.Tensor | None = None) -> None:
-        """Queues the end of the running pass, once. Called inside a backward, by an output's hook with a gradient."""
+        """Queues the end of the running pass, once per pass. Called inside a backward; an output's hook passes its gradient."""
         if not self._end_is_queued:
             if self._failure is not None:
                 self._end_failed_pass()
@@ -279,18 +281,18 @@ class Gradients:
             Variable._execution_engine.queue_callback(end)
 
     def complete(self) -> None:
-        """Ends a pass that only reached parameters without a hook in Python. Called outside any backward."""
+        """Ends a pass in which only `list.append` hooks ran, so nothing has queued its end. Called outside any backward."""
         if not self._end_is_queued and any(map(_ARRIVED, self._fillings)):
             self._end_pass()
 
     def reduce_accumulated(self) -> None:
-        """Reduces what earlier passes have only accumulated. Called outside any backward, on all ranks."""
+        """Reduces the accumulated gradients of earlier passes. Called outside any backward, on all ranks."""
         self.recover()
         self._touch()
         self._end_pass()
 
     def refuse_unreduced(self) -> None:
-        """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
+        """Raises `RuntimeError` if a gradient was accumulated without communication and has not been reduced since."""
         unreduced = [slot.name for slot in self._held if _is_unreduced(slot.parameter.grad)]
         if unreduced:
             raise RuntimeError(
@@ -299,31 +301,34 @@ class Gradients:
             )
 
     # [Note: a backward that an exception ends]
-    # A script may catch the exception and go on. Plain PyTorch then keeps the gradients that have accumulated in `p.grad`.
-    # Autograd drops the callback that would have ended the pass, so `_lose_pass` is called before the script goes on. With one
-    # rank, it reduces what has come at once. If there is no memory for that, the next forward raises unless the script has zeroed
-    # its gradients. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks raise, as under DDP: a
-    # failed rank has sent some gradients and lacks others. At its next forward, backward or step, it first takes part in the
-    # reductions that other ranks wait for, and then all ranks raise.
+    # A script may catch the exception and continue. Plain PyTorch then keeps the gradients accumulated so far in `p.grad`.
+    # Autograd drops the callback that would have ended the pass, and this calls `_lose_pass` before the script continues.
     #
-    # All ranks go on if all have failed before the first gradient, or if the pass was in `no_sync`. There DDP sends nothing, and
-    # adds the gradients of the failed backward to the gradients of the other micro-batches. If the script has changed this rank's
-    # gradients since then, for example by zero_grad, all ranks raise, because the sum over the ranks already contains them.
+    # One rank reduces the gradients that have arrived at once. If memory is short, the next forward raises unless the script has
+    # zeroed its gradients. Passes that only accumulate have everything in `p.grad` anyway.
+    #
+    # Several ranks raise, as under DDP, because a failed rank has sent some gradients and lacks others. At its next forward,
+    # backward or step, the failed rank first joins the reductions that the other ranks wait for. Then all ranks raise.
+    #
+    # All ranks continue if all have failed before the first gradient, or if the pass was in `no_sync`. In `no_sync` DDP sends
+    # nothing, and adds the gradients of the failed backward to those of the other micro-batches. But if the script has changed
+    # this rank's gradients since then, for example by zero_grad, all ranks raise, because the sum over the ranks already
+    # contains the gradients from before the change.
 
     def recover(self) -> None:
-        """Ends a pass that has not come to its end, so that gradients can be read or a forward can begin.
+        """Ends an unfinished pass, so that gradients can be read or a forward can begin.
 
         Called outside any backward. See [Note: a backward that an exception ends].
 
         Raises:
-            RuntimeError: on all ranks, if a backward of one of several ranks has failed; and again at each later call.
+            RuntimeError: on all ranks, if a backward has failed on one of several ranks; raised again by each later call.
         """
         if self._failure is not None:
             self._end_failed_pass()
         self.complete()
 
     def _marks_of_gradients(self) -> list[tuple]:
-        """Returns a list that differs after the script has replaced, zeroed or changed a gradient."""
+        """Returns a list that changes if the script replaces, zeroes or edits a gradient."""
         with look_only():
             gradients = list(map(_GRAD, map(_PARAMETER, self._slots)))
             return [
@@ -331,7 +336,7 @@ class Gradients:
             ]
 
     def _show_lost(self) -> None:
-        """Hangs stand-ins where gradients have been taken, so that `_are_zeroed` sees the script's zero_grad."""
+        """Sets stand-ins as `p.grad` of handled gradients, for `_are_zeroed` to detect the script's zero_grad."""
         for filling in self._fillings:
             for slot in filling.bucket.slots:
                 if slot.parameter.grad is None and (slot.used or filling.is_whole):
@@ -347,7 +352,7 @@ class Gradients:
         self._failure, self._owed = None, None
         self.complete()
         self.store.finish_all()
-        # After the wait: a reduction that runs still reads its buffer.
+        # After the wait, because a running reduction still reads its buffer.
         self.store.discard_open()
         self.drop()
         self._begin_pass()
@@ -363,34 +368,34 @@ class Gradients:
             self._failure, self._owed = _refusal(), any(filling.has_begun for filling in self._fillings)
             self._went_on, self._left = self.store.goes_on, self._marks_of_gradients()
         else:
-            # What `no_sync` micro-batches have left is reduced now, too.
+            # Also reduce the gradients accumulated by `no_sync` micro-batches.
             self._touched |= bool(self._held)
             try:
                 with torch.no_grad():
                     self._end_pass(lost=True)
             except Exception as error:
-                # Python prints and drops an exception that is raised here, so the next forward or step raises it.
+                # Python prints and drops an exception raised in a weakref callback, so the next forward or step raises the error.
                 self._failure = _refusal(error)
                 self._show_lost()
 
     @hidden_from_modes
     def _end_failed_pass(self) -> None:
-        """Raises the error of a failed pass, after this rank has taken part in what the other ranks wait for."""
+        """Joins the collectives in which the other ranks wait, then raises the error of the failed pass."""
         if self._world_size == 1 and self._are_zeroed():
             self.discard()
             return
         if self._owed is not None:
             lost, self._owed = self._owed, None
-            # Of this pass: the script may have entered or left `no_sync` since.
+            # The failed pass was reducing, but the script may have entered `no_sync` since.
             reducing, self.reducing = self.reducing, True
-            # A script that has zeroed or changed what had come by then means this rank's gradients alone.
+            # If the script has zeroed or edited gradients since, the edit cannot reach the other ranks' part of the sum.
             self.store.went_on = self._went_on and self._left == self._marks_of_gradients()
-            # Also if nothing has come here: the other ranks may reduce.
+            # Even if no gradient has arrived on this rank, because the other ranks may reduce.
             self._touch()
             self._before_rest()
             self._take_all_arrived()
             self._finish_pass(lost=lost)
-            # Not inside the next backward, which may have gathered layers already.
+            # The next backward may already run and have gathered layers, which `_after_pass` would free.
             if not is_in_backward():
                 self._after_pass()
             self.reducing = reducing
@@ -399,9 +404,9 @@ class Gradients:
             raise RuntimeError(*self._failure.args)
 
     def take_part_in_the_rest(self) -> None:
-        """Finishes the pass on a rank whose forward or backward has failed: the others wait for its gradients.
+        """Finishes the pass on a rank whose forward or backward has failed, because the other ranks wait for its gradients.
 
-        They get zeros in place of those that have not come. Collective with their backward.
+        Sends zeros for missing gradients. Collective with the other ranks' backward.
         """
         self._end_is_queued, self._end = False, None
         self._failure, self._owed = None, None
@@ -425,7 +430,7 @@ class Gradients:
     def _begin_pass(self) -> None:
         for filling in self._fillings:
             if filling.is_whole:
-                # Nothing was noted in its slots.
+                # The slots of a bucket handled as a whole hold no notes, so they need no reset.
                 filling.is_whole = False
             else:
                 for slot in filling.bucket.slots:
@@ -439,17 +444,17 @@ class Gradients:
         self._touched = self._is_announced = False
 
     def take(self, slot: ParameterSlot) -> None:
-        """Takes the gradient that autograd has accumulated in `slot.parameter.grad`. Called by its hook."""
+        """Handles the accumulated gradient in `slot.parameter.grad`. Called by the parameter's hook."""
         if dispatch_modes():
             with without_modes():
                 return self.take(slot)
-        # Before any return: also in a pass of undefined gradients alone, the other ranks wait in the agreement at its end.
+        # Before any return: even if all gradients of the pass are undefined, the other ranks wait in the agreement at its end.
         if not self._end_is_queued:
             self._queue_end()
         self._take(slot, has_graph=torch.is_grad_enabled(), is_readable=slot.bucket.memory.is_readable)
 
     def take_bucket(self, filling: _Filling) -> None:
-        """Takes all gradients of a learned bucket together. Called by the hook on the parameter whose gradient comes last."""
+        """Handles all gradients of a learned bucket together. Called by the hook on the parameter whose gradient arrives last."""
         if dispatch_modes():
             with without_modes():
                 return self.take_bucket(filling)
@@ -462,7 +467,7 @@ class Gradients:
                 gradients = list(map(_GRAD, bucket.parameters))
             self._touch()
             if _PLAIN.issuperset(map(type, gradients)) and self.store.put_whole(bucket, gradients):
-                # Freed before the reduction starts, which may need as much memory.
+                # Free the gradients before the reduction starts, which may need as much memory.
                 del gradients
                 filling.is_whole, filling.awaited = True, 0
                 filling.arrived.clear()
@@ -471,8 +476,8 @@ class Gradients:
         self._take_arrived(filling, has_graph=torch.is_grad_enabled(), is_readable=bucket.memory.is_readable)
 
     def has_used_all(self, bucket: Bucket) -> bool:
-        """Whether this rank has used, in this pass, each parameter that it has a row of in the bucket."""
-        # The slots of a bucket that is taken as a whole are not noted one by one.
+        """Whether this rank has used, in this pass, every parameter of its rows in the bucket."""
+        # `used` of the slots is not set if the bucket is handled as a whole.
         return self._filling_of[bucket].is_whole or all(row.slot.used for row in bucket.rows)
 
     def _may_take_whole(self, filling: _Filling) -> bool:
@@ -487,15 +492,15 @@ class Gradients:
         )
 
     def _take_arrived(self, filling: _Filling, *, has_graph: bool | None = None, is_readable: bool = True) -> None:
-        """Takes what has come to a learned bucket and was not taken, as hooks on the parameters would have."""
+        """Handles the gradients in a learned bucket's list one by one, as Python hooks on the parameters would have."""
         if filling.is_whole and filling.arrived:
-            # Further gradients came after all were taken together: from now on the slots differ.
+            # More gradients arrived after all were handled together, so from now on each slot needs its own notes.
             filling.is_whole = False
             for slot in filling.bucket.slots:
                 slot.used = True
             self.store.note_slots(filling.bucket)
         arrived = list(dict.fromkeys(filling.arrived))
-        # First: an error leaves nothing to be taken twice.
+        # Cleared first. Otherwise, gradients would be handled twice after an error.
         filling.arrived.clear()
         for parameter in arrived:
             self._take(filling.slot_of[cast(nn.Parameter, parameter)], has_graph=has_graph, is_readable=is_readable)
@@ -506,14 +511,14 @@ class Gradients:
                 self._take_arrived(filling)
 
     def _take(self, slot: ParameterSlot, *, has_graph: bool | None, is_readable: bool) -> None:
-        """Takes a gradient.
+        """Handles one gradient.
 
         Args:
-            has_graph: the backward was called with create_graph; None if that is to be seen by the gradient.
-            is_readable: the parameters of its layer are whole, or were so when the gradient was computed.
+            has_graph: the backward was called with create_graph; None to ask the gradient's requires_grad instead.
+            is_readable: the parameters of the layer are whole, or were when the gradient was computed.
         """
         gradient, bucket = slot.parameter.grad, slot.bucket
-        # A `ShardedGradient` with no pending sum is of an earlier pass: autograd has added nothing to that gradient since.
+        # A `ShardedGradient` without a pending sum is left from an earlier pass: autograd has added nothing since.
         if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
             self._take_undefined(slot)
             return
@@ -544,14 +549,14 @@ class Gradients:
         if isinstance(gradient, ShardedGradient):
             gradient = cast(torch.Tensor, gradient.take_pending())
             filling.is_plain = False
-        # The bucket's reduction has begun: adding to its buffer now would change what other ranks receive.
+        # The bucket's reduction has started, so a write to its buffer would change the other ranks' sums.
         if filling.place < self._next:
             self._late.add(bucket)
             filling.is_plain = False
             self.may_pass_over &= bucket not in self._passed_over
             self.store.put_late(slot, gradient)
             return
-        # Counted once: reentrant checkpointing may bring several gradients of one parameter in a pass.
+        # Count each slot once: reentrant checkpointing may compute several gradients of one parameter in a pass.
         if not slot.arrived:
             filling.awaited -= 1
         self.store.put(slot, gradient)
@@ -561,42 +566,42 @@ class Gradients:
             self.start_full()
 
     def _take_undefined(self, slot: ParameterSlot) -> None:
-        """Handles a parameter that autograd has passed without a gradient.
+        """Handles a parameter whose hook ran without a gradient.
 
-        As under DDP, the parameter counts as used, with zeros; with `find_unused_parameters`, as unused in this pass.
+        As under DDP, the parameter counts as used, with a zero gradient; with `find_unused_parameters`, it counts as unused.
         """
         gradient = slot.parameter.grad
-        # The gradient of a spent one was dropped; see `ShardedGradient`.
+        # Autograd's addition to a spent gradient is dropped; see `ShardedGradient`.
         if not self.reducing or (isinstance(gradient, ShardedGradient) and gradient.is_spent):
             return
-        # The other ranks may have a gradient for the parameter, and reduce.
+        # Other ranks may have a gradient of the parameter, and then reduce.
         self._touch()
         if not self._fills_undefined:
             return
         slot.used = True
         filling = self._filling_of[slot.bucket]
         filling.is_plain = False
-        # The start of the bucket's reduction has put zeros for this slot already, if no gradient had arrived.
+        # If the bucket has started without this slot's gradient, the start has already written zeros.
         if slot.arrived or filling.place < self._next:
             return
         filling.awaited -= 1
-        # Expanded from one element: the zeros take no memory beside the buffer.
+        # Expanded from one element, so the zeros need no memory.
         zero = torch.zeros((), dtype=slot.parameter.dtype, device=slot.bucket.device)
         self.store.put(slot, zero.expand(slot.parameter.shape))
         if not filling.awaited:
             self.start_full()
 
     def _touch(self) -> None:
-        """Notes that this pass reduces gradients."""
+        """Marks this pass as one with gradients to reduce."""
         self._touched = True
 
     def _start_passed_over(self, bucket: Bucket) -> bool:
-        """Starts the next bucket, not full, if gradients have gone past that one to `bucket`. Returns whether it started.
+        """Starts the next bucket although gradients are missing, if backward has moved on to `bucket`; returns whether it did.
 
-        A parameter that is not used (a pooler) would else hold up all buckets, and their buffers, to the end of backward. Those
-        of one kind fill one after the other, so that one which is not full when another behind it has begun will not be. What
-        comes after all is late, and reduced once more; a model in which that happens is one whose gradients come in another
-        order than its buckets, and there nothing is passed over again.
+        Otherwise an unused parameter, for example of a pooler, would keep all later buckets and their buffers waiting until the
+        end of backward. Buckets with the same key fill one after the other, so a bucket that is not full when a later one has
+        begun to fill will probably not become full. If its gradient does arrive, the gradient is late and needs a second
+        reduction. Then the model's gradients do not follow the order of the buckets, and no bucket is passed over again.
         """
         place = self._filling_of[bucket].place
         if not self.may_pass_over or self._next >= place:
@@ -604,22 +609,22 @@ class Gradients:
         passed_over = self._buckets[self._next]
         begun = [each for each in self._fillings if each.has_begun]
         behind = [each for each in begun if self._next < each.place <= place]
-        # Where a bucket behind this one has begun, gradients come in another order than buckets: the next one may still fill.
-        # Buckets of other keys prove nothing: buckets of several keys fill side by side.
+        # If a bucket after `bucket` has begun to fill, gradients do not follow the order of the buckets, and the next bucket may
+        # still fill up. Buckets with different keys are no evidence, because they fill at the same time as this one.
         if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
             return False
         before = self._next
         self._take_arrived(self._fillings[before])
-        # What had come has not completed the bucket.
+        # The arrived gradients have not completed the bucket.
         if self._next == before:
             self._start_next()
         self.start_full(up_to=place)
         return True
 
     def start_up_to(self, number: int) -> None:
-        """Starts the first `number` buckets, full or not, up to their last steps. See `CommonStarts`."""
+        """Starts the first `number` buckets, full or not, including the last steps of their reductions. See `CommonStarts`."""
         if self.reducing:
-            # Ranks with another part of a split model may have more buckets.
+            # `number` may be too large: ranks with a different part of a split model may have more buckets.
             number = min(number, len(self._buckets))
             if self._next < number:
                 self._start_first(number)
@@ -627,7 +632,7 @@ class Gradients:
 
     def _start_first(self, number: int) -> None:
         if not self._touched and not self._accumulates():
-            # A penalty's `torch.autograd.grad` brings no gradients here, on no rank.
+            # A call of `torch.autograd.grad`, as in a gradient penalty, accumulates no gradients on any rank.
             return
         self._touch()
         for filling in self._fillings[:number]:
@@ -640,7 +645,7 @@ class Gradients:
     def _start_next(self) -> None:
         """Starts the next bucket, full or not."""
         bucket, is_full = self._buckets[self._next], not self._fillings[self._next].awaited
-        # Counted first: a buffer that is waited for may start buckets, too.
+        # Incremented first, because the store may start more buckets while waiting for a buffer.
         self._next += 1
         self.store.may_ask = False
         try:
@@ -650,7 +655,7 @@ class Gradients:
                 self._passed_over.add(bucket)
                 self.store.start_unfilled(bucket)
         except Exception:
-            # The end of the failed pass starts it once more: the other ranks wait for it.
+            # The end of the failed pass starts this bucket again, because the other ranks wait for its reduction.
             self._next -= 1
             raise
         finally:
@@ -658,40 +663,40 @@ class Gradients:
         self.starts.started = self._next
 
     def _accumulates(self) -> bool:
-        """Whether the backward that runs will accumulate gradients."""
+        """Whether the running backward will accumulate gradients."""
         if torch.is_grad_enabled() and Variable._execution_engine.is_checkpoint_valid():
-            # Reentrant checkpointing recomputes a layer: its gradients come from a graph that is not there yet. torch allows
-            # that only in a backward that accumulates.
+            # Reentrant checkpointing recomputes a layer, whose graph does not exist yet. torch allows reentrant checkpointing
+            # only in a backward that accumulates.
             return any(slot.parameter.requires_grad for slot in self._slots)
         return any(_accumulates(slot.parameter) for slot in self._slots)
 
     def start_full(self, *, up_to: int | None = None) -> None:
-        """Starts the next buckets that have all of their gradients, those before the place `up_to`; None for all."""
+        """Starts the next buckets until one is not full, and only buckets before the index `up_to` if given."""
         buckets, fillings = self._buckets, self._fillings
         last = len(buckets) if up_to is None else up_to
-        # In bucket order, not in order of arrival: ranks match collectives by their order.
+        # In bucket order, not in the order in which buckets fill, because ranks match collectives by their order.
         while (place := self._next) < last and not fillings[place].awaited:
             self.store.start(buckets[place])
             self._next = self.starts.started = place + 1
 
     @hidden_from_modes
     def _end_pass(self, *, lost: bool | None = None) -> None:
-        """Ends the running pass. `lost`: as of `_finish_pass`."""
-        # Without the reference, nobody takes the end of autograd's callback for a failure.
+        """Ends the running pass. `lost`: as in `_finish_pass`."""
+        # Drop the weak reference first. Otherwise its callback, `_lose_pass`, would report a failure when autograd frees the end.
         self._end_is_queued, self._end = False, None
         try:
-            # First: a rank that still gathers layers has not started its reductions.
+            # Before reductions start: other ranks may still wait in gathers, and have not started their reductions.
             self._before_rest()
             self._take_all_arrived()
             if self._touched:
                 self._finish_pass(lost=lost)
         except Exception:
-            # The script may catch it. Then no step may follow: gradients are missing.
+            # The script may catch this exception. No step may follow, because gradients are missing.
             self._failure = self._failure or _refusal()
             if self._world_size == 1:
                 self._show_lost()
             raise
-        # Now: one that fails in its last collectives has not ended.
+        # Counted only now: a pass that fails in its last collectives has not ended.
         self.ended += 1
         self._after_pass()
 
@@ -699,19 +704,19 @@ class Gradients:
         """Reduces all gradients of a pass.
 
         Args:
-            lost: None for a pass that has come to its end. Else an exception has ended its backward on this rank: whether
-                gradients had come before.
+            lost: None if backward has finished. If an exception has ended backward on this rank: whether gradients had arrived
+                before.
         """
         fillings = self._fillings
         if lost is not None and self._world_size == 1:
-            # Buckets without gradients allocate nothing: the failure may have been that there is no memory left.
+            # Skip buckets without gradients to allocate nothing for them, because backward may have run out of memory.
             fillings = [each for each in fillings if each.has_begun or not self._held.isdisjoint(each.bucket.slots)]
             for filling in fillings:
                 if filling.place >= self._next:
                     self._next = filling.place + 1
                     self.store.start(filling.bucket)
             self._next = len(self._buckets)
-        # Full or not: all ranks start all buckets of a pass, so that no rank waits alone in a collective.
+        # Full or not: every rank starts all buckets of a pass, or other ranks would hang in a collective.
         while self._next < len(self._buckets):
             self.store.start(self._buckets[self._next])
             self._next += 1
@@ -720,7 +725,7 @@ class Gradients:
         # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement(self.stop_asked() if lost is None or self._world_size == 1 else _LOST)
         self.store.finish_all()
-        # Reductions first, agreement second: late gradients are added to a finished sum, on all ranks alike.
+        # After the reductions: on all ranks, late gradients are added to a finished sum.
         late = self._agree(agreement)
         for bucket in late:
             self.store.start_again(bucket)
@@ -731,10 +736,10 @@ class Gradients:
         if slots:
             with look_only():
                 self.store.finish_slots(slots)
-        # A slot that continues keeps the gradient that an earlier pass has reduced.
+        # If `continues` is set, the gradient reduced in an earlier pass stays.
         for row in (slot.row for slot in slots if not slot.used):
             if row is not None and not row.slot.continues:
-                # No rank used it: None, as under DDP, so that the optimizer leaves the parameter alone.
+                # No rank used the parameter. As under DDP, the gradient is None, so the optimizer skips the parameter.
                 row.tensor.grad = None
         self._held.clear()
         self._learn()
@@ -745,8 +750,8 @@ class Gradients:
             self.starts.learn(self.transport)
 
     def _take_what_waits(self) -> None:
-        """Takes sums of `no_sync` micro-batches that `start_unfilled` left in `p.grad` and to which this pass added nothing."""
-        # Emptied first: the sums are late by design, so they do not show that gradients come in another order than the buckets.
+        """Handles `no_sync` sums that `start_unfilled` left in `p.grad` and to which this pass added nothing."""
+        # Emptied first: these sums are late by design, and must not count as evidence in `may_pass_over`.
         passed_over, self._passed_over = self._passed_over, set()
         for slot in (slot for bucket in passed_over for slot in bucket.slots):
             if not slot.used and _is_unreduced(slot.parameter.grad):
@@ -755,12 +760,13 @@ class Gradients:
     def _judge_loss(self, lost: bool | None) -> None:
         """Raises on all ranks if the backward of one has failed.
 
-        Not if all have failed before the first gradient, nor in `no_sync`, where each rank keeps what has come, as under DDP.
+        Does not raise if all have failed before the first gradient, or if all ranks are to accumulate further. Then each rank
+        keeps its gradients, as under DDP.
 
         Args:
-            lost: as of `_finish_pass`.
+            lost: as in `_finish_pass`.
         """
-        # A signal on another rank is asked for again in the next pass.
+        # `_LOST` has hidden a signal of another rank. The next pass asks for signals again.
         self.stop_agreed = 0
         said = dist.get_rank(), lost, self.store.goes_on
         everyone = self.transport.exchange(said, "exchange after a failed backward")
@@ -771,7 +777,7 @@ class Gradients:
             raise RuntimeError(*self._failure.args)
 
     def _start_agreement(self, stop: int) -> Callable[[], torch.Tensor]:
-        """Sends the parameters that this rank used, its buckets with late gradients, `stop`, and its settings."""
+        """Sends this rank's used parameters, its buckets with late gradients, `stop`, and its settings."""
         used = [
             b"\1" * len(filling.bucket.slots)
             if filling.is_whole
@@ -780,7 +786,7 @@ class Gradients:
         ]
         late = bytes([bucket in self._late for bucket in self._buckets]) if self._late else bytes(len(self._buckets))
         self._digest = self._settings.digest()
-        # One message for all of these: each message of its own would cost a latency at the end of every backward.
+        # Sent in one message, because each further message would add its latency to the end of every backward.
         local = bytearray(b"".join([*used, late, bytes([stop]), self._digest]))
         return self.transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
@@ -788,9 +794,9 @@ class Gradients:
         """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
         found = agreement().tolist()
         *agreed, stop = found[: -len(self._digest)]
-        # Raised at the step: no rank is left in a collective then.
+        # The step raises the error, when no rank waits in a collective.
         self.settings_differ |= bytes(found[-len(self._digest) :]) != self._digest
-        # Kept until the step, which may be several micro-batches away.
+        # Kept until the step, which may follow several micro-batches later.
         self.stop_agreed = max(self.stop_agreed, stop)
         for filling in self._fillings:
             if filling.is_whole:
@@ -803,10 +809,10 @@ class Gradients:
 
 
 def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]:
-    """A hook on the parameter of a slot, by the slot's number.
+    """Returns a hook for the parameter of a slot, given the slot's index.
 
-    It holds nothing that leads back to the parameter or to the engine: Python does not find such a circle, which goes through
-    torch's own list of hooks, and the model would never be freed.
+    The hook has no strong reference to the parameter or to the engine. Such a reference cycle would pass through torch's C++ list
+    of hooks, which Python's garbage collector does not see, and the model would never be freed.
     """
     known = weakref.ref(gradients)
 
@@ -819,7 +825,7 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
 
 
 def _last_hook_of(gradients: Gradients, place: int) -> Callable[[torch.Tensor], None]:
-    """The hook on the parameter that completes a learned bucket; it holds no more than those of `_hook_of`."""
+    """Returns a hook for the last parameter of a learned bucket; like `_hook_of`, without strong references."""
     known = weakref.ref(gradients)
 
     def on_last_gradient(_parameter: torch.Tensor) -> None:
@@ -849,18 +855,18 @@ def _refusal(why: object = None, *, ranks: Sequence[int] = ()) -> RuntimeError:
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs will accumulate a gradient of the parameter."""
+    """Whether the running backward will accumulate a gradient of the parameter."""
     if not parameter.requires_grad:
-        # Frozen since the engine was built. Autograd skips such a parameter, also in a graph from before.
+        # Frozen after the engine was built. Autograd skips such a parameter, even in a graph built before the freeze.
         return False
-    # torch takes a view of the parameter to find its node: of a sharded parameter that would be a read, which gathers.
+    # torch makes a view of the parameter to find its node. Without `look_only`, this read would gather a sharded parameter.
     with look_only():
         node = get_gradient_edge(parameter).node
     try:
-        # No public way tells that of a backward that has not come to a parameter yet.
+        # No public function answers this before the backward reaches the parameter.
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # The answer where `torch.autograd.grad` returns the gradient of this parameter, which accumulates none.
+        # torch raises if `torch.autograd.grad` is to return this parameter's gradient, which is then not accumulated.
         return False
 
 

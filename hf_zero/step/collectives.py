@@ -1,4 +1,4 @@
-"""Collectives of buckets: reductions of gradients, all-gathers of parameters and reads that wait for them, and their choice."""
+"""Collectives of buckets: reductions of gradients, all-gathers of parameters, reads that wait for them, and their choice."""
 
 import sys
 from collections import Counter, deque
@@ -34,21 +34,21 @@ from ..optimizer.replicas import ReplicaCheck
 
 
 class Reduction:
-    """Sums buckets over the ranks: here by a reduce-scatter of the gradients as they are.
+    """Sums buckets over the ranks, in this class by an exact reduce-scatter.
 
-    Other ways may lose something, and keep state between passes, which goes into checkpoints.
+    Subclasses may be lossy, and may keep state between passes. Checkpoints store this state.
 
     Args:
-        of: what is summed, for the ledger.
+        of: name of the summed values in the ledger.
     """
 
     def __init__(self, of: str = "gradients"):
         self._kind = f"reduce-scatter {of}"
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """Starts the sum of `flat` (numel,) over the ranks; this rank's (shard_numel,) of it land in `out`.
+        """Starts the sum of `flat` (numel,) over the ranks, and writes this rank's shard of the sum to `out` (shard_numel,).
 
-        `out` may be this rank's part of `flat`, whose contents are undefined afterwards.
+        `out` may be this rank's slice of `flat`. The contents of `flat` are undefined afterwards.
         """
         return bucket.group.transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
 
@@ -62,22 +62,23 @@ class Reduction:
 
     @property
     def error(self) -> float | None:
-        """Relative error of a reduced gradient that was sampled lately; None where nothing is lost."""
+        """Relative error of a recently sampled reduced gradient; None if the reduction is exact."""
         return None
 
     def rows(self) -> Iterator[StateRow]:
-        """This rank's lasting state, copied."""
+        """Yields copies of this rank's lasting state."""
         return iter(())
 
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """Replaces lasting state by a checkpoint's; the arguments are `fill_rows`'s.
+        """Replaces lasting state by a checkpoint's state. Arguments as in `fill_rows`.
 
-        Where nothing is kept, what another run has not sent stays unsent: at most half a step of its blocks.
+        A reduction without state ignores the saved one. So rounding residuals of the saved run are lost, at most half a
+        quantization step of its blocks.
         """
 
 
 class ReplicatedReduction(Reduction):
-    """An all-reduce, where every rank steps all parameters; `out` may be `flat` itself."""
+    """An all-reduce, for buckets whose parameters every rank steps; `out` may be `flat` itself."""
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         label, transport = bucket.label("all-reduce gradients"), bucket.group.transport
@@ -87,23 +88,23 @@ class ReplicatedReduction(Reduction):
 
         def complete() -> None:
             handle.finish()
-            # Behind the wait: until then `flat` is being summed.
+            # After the wait, because `flat` is the all-reduce's buffer until then.
             out.copy_(flat)
 
         return Handle(label, transport.ledger, complete)
 
 
 class HybridReduction(Reduction):
-    """A sum inside the shard group, and then of each shard over its replicate group.
+    """A reduction inside the shard group, followed by an all-reduce of each shard over its replicate group.
 
-    Hybrid sharding: Zhang et al. 2022, "MiCS", arXiv 2205.00119. Of a bucket with n elements in shard groups of S ranks, of
-    which there are R, 2(R-1)/R x n/S elements go between the groups.
+    Hybrid sharding: Zhang et al. 2022, "MiCS", arXiv 2205.00119. With R shard groups of S ranks, and n elements in a bucket, each
+    rank sends 2(R-1)/R x n/S elements between the groups.
 
     Args:
-        within: the sum inside the shard group.
-        order: that all steps between ranks of a replicate group are started in.
-        queue: in which the second sum waits for the first.
-        of: what is summed, for the ledger.
+        within: the reduction inside the shard group.
+        order: starts all steps between ranks of a replicate group in the same order.
+        queue: side queue in which the second sum waits for the first.
+        of: name of the summed values in the ledger.
     """
 
     def __init__(
@@ -136,20 +137,21 @@ GATHER = "all-gather parameters"
 def start_all_gather(
     bucket: Bucket, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
 ) -> Handle:
-    """Starts filling `flat` with each rank's `own`, without a loss; see `Transport.start_all_gather`."""
+    """Starts filling `flat` with each rank's `own`, exactly; see `Transport.start_all_gather`."""
     if bucket.key.is_packed:
-        # Backends have few dtypes: NCCL no int16, gloo no bool.
+        # Backends do not support all dtypes: NCCL lacks int16, gloo lacks bool.
         flat, own = flat.view(torch.uint8), own.view(torch.uint8)
     return bucket.group.transport.start_all_gather(flat, own, label, among=among)
 
 
 class Gather:
-    """Fills a bucket's flat buffer with every rank's shard: here with parameters as the ranks have them.
+    """Fills a bucket's flat buffer with every rank's shard, in this class without quantization.
 
     Attributes:
-        is_exact: shards of another dtype than that of forward and backward are gathered as they are; else each rank casts its
-            own to that.
-        takes_edits: what is gathered is the shards' values, and no copy of it is kept: an edit of it may go into the shards.
+        is_exact: shards are gathered in their own dtype. Otherwise each rank casts its shard to the dtype of forward and
+            backward before the gather.
+        takes_edits: edits of gathered values may be written to the shards, because the values are not rounded and no other copy
+            of them is kept.
     """
 
     is_exact = False
@@ -159,34 +161,34 @@ class Gather:
         self.is_exact = is_exact
 
     def start(self, bucket: Bucket) -> Handle:
-        """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
+        """Starts filling `bucket.flat`, whose memory is allocated, from each rank's `bucket.memory.source`."""
         memory = bucket.memory
         return start_all_gather(bucket, memory.shown, memory.source, bucket.label(GATHER))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes kept from one gather for others."""
+        """Bytes kept from one gather for later gathers."""
         return 0
 
     def forget(self) -> None:
         """Called when the parameters are about to change."""
 
 
-# ---- Secondary shards: parameters that a forward gathered stay sharded inside the node for its backward ----
+# ---- Secondary shards: after a forward, parameters stay sharded inside the node for the backward ----
 #
 # ZeRO++'s hierarchical partitioning, hpZ (Wang et al. 2023, arXiv 2306.10209). On nodes of n ranks, a rank keeps 1/n of the
-# parameters from their forward to the step, and the gathers of the backward send nothing between nodes.
+# parameters from their forward to the step, so the gathers of the backward send nothing between nodes.
 
 
 class ForwardGather(Gather):
-    """Gathers from all ranks, and keeps this rank's part of the node's copy for a backward that may follow.
+    """Gathers from all ranks, and keeps this rank's part of the node's copy for a following backward.
 
     Args:
         whole: gathers from all ranks.
-        node: this rank's node.
+        node: the ranks of this node.
 
     Attributes:
-        kept: of each bucket gathered since the last step, (numel / node.size,).
+        kept: this rank's part of each bucket gathered since the last step, (numel / node.size,).
     """
 
     takes_edits = False
@@ -203,13 +205,13 @@ class ForwardGather(Gather):
 
     def start(self, bucket: Bucket) -> Handle:
         handle = self._whole.start(bucket)
-        # An evaluation has no backward that would need the kept part.
+        # No backward follows an evaluation.
         if not torch.is_grad_enabled():
             return handle
 
         def complete() -> None:
             handle.finish()
-            # A copy: the gathered memory goes when the forward has ended.
+            # Copied, because the gathered memory is freed after the forward.
             self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.index].clone()
 
         return Handle(bucket.label(GATHER), bucket.group.transport.ledger, complete)
@@ -228,7 +230,7 @@ class BackwardGather(Gather):
         self._forward = forward
 
     def start(self, bucket: Bucket) -> Handle:
-        # None on all ranks alike, where no training forward has gathered the bucket since the last step.
+        # None, on all ranks, if no training forward has gathered the bucket since the last step.
         part = self._forward.kept.get(bucket)
         if part is None:
             return self._forward.start(bucket)
@@ -236,22 +238,23 @@ class BackwardGather(Gather):
         return start_all_gather(bucket, bucket.flat, part, label, among=self._forward.node)
 
 
-# ---- What travels between the ranks and in which form, as the config asks for it ----
+# ---- The reductions and gathers that the config selects ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How gradients and parameters travel, each bucket's between the ranks of its group.
+    """How gradients and parameters are sent between the ranks of each bucket's group.
 
     Attributes:
-        reduction: of gradients, where they are sharded.
-        steps: starts the steps of reductions between several shard groups.
-        gather: of the parameters that forward and backward compute with.
-        forward, backward: the same for parameters that are dropped in between.
-        exact: of parameters that are looked at, edited or saved.
-        round_weights: rounds parameters, in place, as the blocks do in which `gather` sends; None where it sends what there is.
-        quantises_gradients: `reduction` sends blocks.
-        align: of shards, so that none ends inside a block.
+        reduction: reduces sharded gradients.
+        steps: starts the steps of reductions between several shard groups; None with one group.
+        gather: gathers parameters for forward and backward.
+        forward: gathers for the forward, of parameters that are dropped between forward and backward.
+        backward: gathers the same parameters for the backward.
+        exact: gathers parameters to read, edit or save them.
+        round_weights: rounds parameters in place, as the quantized blocks of `gather` do; None if `gather` does not quantize.
+        quantises_gradients: `reduction` sends quantized blocks.
+        align: alignment of shards, so that no shard ends inside a block.
     """
 
     reduction: Reduction
@@ -265,12 +268,12 @@ class Wire:
     align: Alignment = USUAL_ALIGNMENT
 
     def rounding_in(self, group: DataParallelGroup) -> Callable[[torch.Tensor], None] | None:
-        """`round_weights` where parameters come in blocks to each rank of a group; None where they come as they are."""
-        # Within a group of one rank nothing travels: rounding would lose digits for nothing.
+        """Returns `round_weights` if the ranks of the group receive parameters in quantized blocks; otherwise None."""
+        # A group of one rank sends nothing, so rounding would lose precision for no benefit.
         return self.round_weights if group.groups.shard_size > 1 else None
 
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
-        """Whether gradients are summed over a group in the dtype of the result, where that is wider than theirs."""
+        """Whether gradients are summed over a group in the dtype of the result, if it is wider than the gradients' dtype."""
         is_summed = group.groups.shard_size > 1
         return is_summed and (self.quantises_gradients or group.transport.adds_in_wider)
 
@@ -280,11 +283,11 @@ class Wire:
 
 
 def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wire:
-    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
+    """Returns the reductions and gathers that `config.comm` selects. If one rank has all the state, nothing is quantized.
 
     Args:
-        groups: of the most ranks that a bucket is shared between.
-        device: that computes.
+        groups: the groups of the buckets with the most ranks.
+        device: the training device.
     """
     exact = Gather(is_exact=True)
     in_passes = Gather() if config.gather_dtype == "bfloat16" else exact
@@ -293,7 +296,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
     order, queue = StepsInOrder(), side_queue(device)
     quantises_weights, quantises_gradients = (kind != "none" for kind in (config.comm.weights, config.comm.gradients))
     if quantises_gradients:
-        # In one order with the gradients: on all ranks, a sample's step between groups has the same place among their steps.
+        # In the same order as the gradients, so that on all ranks, a sample's steps between groups start at the same position.
         sample = _exact_reduction(groups, order, queue, of="a sample")
         reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
     else:
@@ -306,7 +309,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         forward, backward = keeping, BackwardGather(keeping)
     align = USUAL_ALIGNMENT
     if config.comm.quantises:
-        # Shards of gradients are cut once more between several groups.
+        # With several groups, shards of gradients are split again between the groups.
         parts = groups.replicate.size if quantises_gradients else 1
         align = Alignment(shard_numel=max(align.shard_numel, BLOCK_NUMEL) * parts)
     return Wire(
@@ -323,10 +326,10 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
 
 
 def _exact_reduction(groups: Groups, order: StepsInOrder, queue: SideQueue, **of: str) -> Reduction:
-    """Without loss: inside the shard group, and between several of them.
+    """Returns an exact reduction, inside the shard group and, if there are several, between shard groups.
 
     Args:
-        of: what is summed, where it is not the gradients.
+        of: name of the summed values in the ledger, if they are not gradients.
     """
     within = Reduction(**of)
     return within if groups.replicate.size == 1 else HybridReduction(within, order, queue, **of)
@@ -334,17 +337,17 @@ def _exact_reduction(groups: Groups, order: StepsInOrder, queue: SideQueue, **of
 
 # ---- All-gathers of parameters after the step, and reads of parameters that wait for them ----
 #
-# A gather writes into the flat buffer while the script goes on, so a parameter read too early would be old on some ranks. While
-# its bucket is in flight, a parameter is of a class of which torch asks before it runs an operation on it. Code in C++ that is
-# handed a parameter asks nobody: a kernel of the script's own, or `torch.func`. Most often such code has just had it from a
-# module. So the modules that hold parameters in flight have dicts as their `_parameters` that wait when they hand one out.
+# A gather writes into the flat buffer while the script continues, so a parameter read too early would have old values on some
+# ranks. In flight, parameters get a `__torch_function__` subclass whose operations wait for the gather. C++ code, such as a
+# custom kernel or `torch.func`, bypasses `__torch_function__`. Such code has usually just got the parameter from a module, so
+# the `_parameters` dicts of these modules wait as well.
 
 _FRAMES_TO_ZERO_GRAD = 8
-"""zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
+"""Maximum number of stack frames searched for zero_grad, which calls through `parameters` and `_named_members`."""
 
 
 class ArrivingValues(Guarded):
-    """Guards a parameter that an all-gather is writing to: a reader waits for its bucket."""
+    """The class of parameters with a running all-gather: a reader waits for the bucket."""
 
     __slots__ = ()
 
@@ -358,8 +361,8 @@ class ArrivingValues(Guarded):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        # The wait gives the parameter its own class again, so that the second call is Parameter's.
-        # Parameter's own would make a copy of this class.
+        # The wait restores the parameter's class, so the second call is Parameter.__deepcopy__. Without the wait, the copy would
+        # have this class.
         _wait_for(self)
         return self.__deepcopy__(memo)
 
@@ -378,15 +381,15 @@ def _wait_for(value: Any) -> None:
     engine = engine_attached_to(parameter)
     if engine is not None:
         engine.finish_parameters(parameter)
-    # Also where the engine has gone, or its all-gather has failed: to ask once more would not end.
+    # Even if the engine is gone or its all-gather has failed. Otherwise the next read would recurse without end.
     _ARRIVING.unguard((parameter,))
 
 
 class _HandedOut(dict):
-    """A module's `_parameters` while some are in flight: they are waited for when they are handed out.
+    """A module's `_parameters` while some are in flight. Each access to a parameter waits for its gather.
 
     Attributes:
-        own: the module's own dict, which takes this one's place again.
+        own: the module's own dict, which is restored afterwards.
     """
 
     own: dict
@@ -403,12 +406,12 @@ class _HandedOut(dict):
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain dict: no gather is under way in a copy.
+        # Copies get a plain dict, because a copy has no running gather.
         return dict, (dict(self),)
 
 
 def _only_gradients_are_read() -> bool:
-    """Whether `Module.zero_grad` is the reader: Trainer calls it right after the step, and a wait would end the overlap."""
+    """Whether `Module.zero_grad` is the reader. Trainer calls it right after the step, so a wait would end the overlap."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES_TO_ZERO_GRAD):
         if frame is None:
@@ -431,12 +434,12 @@ class ParameterGather:
     """Starts the all-gathers of updated buckets, and finishes each at the first read of one of its parameters.
 
     Args:
-        model: the module whose parameters lie in `buckets`.
-        buckets: in gradient order; gathered in the reverse, the order in which forward needs them.
-        gather: how.
+        model: the module whose parameters are in `buckets`.
+        buckets: in the order of gradients. They are gathered in the reverse order, in which forward needs them.
+        gather: how the buckets are gathered.
 
     Attributes:
-        replicas: is told of each bucket that has arrived, before its parameters can be read.
+        replicas: is notified of each bucket that has arrived, before its parameters can be read.
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], gather: Gather):
@@ -461,9 +464,9 @@ class ParameterGather:
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Starts gathering the buckets that the optimizer has just updated. Readers of their parameters wait."""
         for bucket in buckets:
-            # A former gather of this bucket still writes to the memory that this one would write to.
+            # An earlier gather of this bucket may still write to the same memory.
             self.finish(bucket)
-            # Behind the copies up from a tier, in their queue: the gather sends the shard that they write.
+            # In the queue of the copies from the tier, because the gather sends the shard that they write.
             with bucket.tier.h2d.aside() if bucket.tier.is_apart else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:
@@ -478,7 +481,7 @@ class ParameterGather:
             else:
                 modules = self._modules_of[started]
             for module in modules:
-                # Past `nn.Module.__getattr__`, for speed. Dicts that stage 3 has put there look after reads themselves.
+                # Bypasses `nn.Module.__getattr__`, for speed. Stage 3's dicts handle reads themselves.
                 own: Any = module.__dict__["_parameters"]
                 if type(own) is dict:
                     module.__dict__["_parameters"] = guarded = _HandedOut(own)
@@ -490,11 +493,11 @@ class ParameterGather:
 
     @hidden_from_modes
     def finish(self, bucket: Bucket) -> None:
-        """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
+        """Waits for one bucket, and restores the dicts of modules whose parameters have all arrived."""
         handle = self._in_flight.pop(bucket, None)
         if handle is None:
             return
-        # Wait first, unguard second: a reader between the two would see half of the values.
+        # Wait before removing the guard. Otherwise a reader in another thread could see incomplete values.
         handle.finish()
         if self.replicas is not None:
             self.replicas.arrived(bucket)
@@ -513,7 +516,7 @@ class ParameterGather:
             guarded: Any = module.__dict__["_parameters"]
             if type(guarded) is _HandedOut and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):
                 own = guarded.own
-                # With what has been set and deleted meanwhile.
+                # Include entries that were set or deleted during the gather.
                 own.clear()
                 own.update(guarded)
                 module.__dict__["_parameters"] = own

@@ -1,4 +1,4 @@
-"""Stage 3: the reductions that all ranks have started, which a rank may wait for in the middle of its backward."""
+"""Stage 3: reductions started by all ranks, for which a rank may wait in the middle of its backward."""
 
 from collections.abc import Callable
 
@@ -6,35 +6,36 @@ from ..comm.transport import Transport
 
 # [Note: waits for reductions]
 # In a backward of stage 3, a rank waits for the gather of its next layer, and for its oldest reduction when it needs another
-# buffer. Both need all ranks. If one rank waits for a reduction that a second rank has not started, and the second rank waits for
-# the first one in a gather, both hang. Ranks that use different parameters of one layer are enough for this. So a rank waits only
-# for reductions that each rank starts before it waits for any gather that this rank has not reached. Otherwise the buffers grow.
+# buffer. Both need all ranks. Suppose that rank A waits for a reduction that rank B has not started, and B waits for A in a
+# gather. Then both hang. This can happen if ranks use different parameters of one layer. So a rank waits for a reduction only if
+# every rank starts this reduction before waiting for a gather that this rank has not reached. If that is not certain, the rank
+# allocates another buffer instead.
 #
 # A *way* is the history of gathers since the last backward, which is the same on all ranks. After the first backward of a way,
-# ranks exchange how many reductions each of them had started before each gather. The minimum is a promise: from then on, every
-# rank on the same way starts that many reductions before it waits, with zeros for missing gradients. On a way without promises,
-# ranks agree on each layer, and each rank sends the number of reductions that it has started. A rank that needs a buffer joins
-# this agreement early, and asks the other ranks to start the reduction that it has to wait for.
+# ranks exchange the number of reductions that each of them had started before each gather. The minimum is a promise: from then
+# on, every rank on this way starts that many reductions before waiting for the gather, with zeros for missing gradients. On a
+# way without promises, ranks agree on each layer, and send the number of started reductions in the agreement. A rank that needs
+# a buffer joins this agreement early, and asks the other ranks to start the reduction that the buffer waits for.
 
 _WANTED = 2
-"""Sent for the last reduction that a rank wants to wait for; for other reductions, 0 if it has started them and 1 if not."""
+"""Sent for the last reduction that a rank wants to wait for. For the other reductions: 0 if started, 1 if not."""
 _MOST_WAYS = 1 << 16
-"""Promises are forgotten when there are more: a model that goes another way in each step adds one for each of its layers."""
+"""All promises are dropped when their number exceeds this limit. A model with a new way in each step adds one per layer."""
 
 
 class CommonStarts:
-    """Counts the reductions that all ranks have started. See [Note: waits for reductions].
+    """Counts the reductions started by all ranks. See [Note: waits for reductions].
 
     Args:
         count: number of trained buckets. 0 if nothing is reduced.
 
     Attributes:
-        sure: this rank may wait for the first `sure` buckets. All, if no layers are gathered in a backward.
-        started: buckets of this pass that this rank has started.
-        has_steps: a reduction may take several steps, the last of which ranks wait for, too.
-        before: of gathers in this backward, the way and `sure` before each of them.
-        start_up_to: starts the first buckets that have not started, up to a number and up to their last steps.
-        agree: takes part in the next agreement, if that comes before any gather.
+        sure: this rank may wait for the first `sure` buckets. All buckets, if no layers are gathered in a backward.
+        started: number of buckets that this rank has started in this pass.
+        has_steps: a reduction may have several steps. Ranks also wait for the last step.
+        before: maps each gather in this backward to the way and `sure` before it.
+        start_up_to: starts the first buckets, given their number, including the last steps of their reductions.
+        agree: joins the next agreement, if no gather precedes it.
     """
 
     def __init__(self, count: int):
@@ -48,18 +49,18 @@ class CommonStarts:
         self.agree: Callable[[], None] | None = None
         self._wanted = 0
         self._promised: dict[int, int] = {}
-        # The way since the last backward, and without the forward that is running.
+        # The way since the last backward, with and without the running forward.
         self._way = self._way_before = 0
         self._has_ended = True
         self._ways: list[int] = []
         self._last_ways: list[int] = []
         self._started: dict[int, int] = {}
-        # Ways of passes that have not reduced.
+        # Ways of passes without reductions.
         self._silent: set[int] = set()
 
     @property
     def is_new_way(self) -> bool:
-        """Whether no backward has gone this way yet. The same on all ranks."""
+        """Whether no backward on this way has ended yet. The same on all ranks."""
         return self.count > 0 and self._way not in self._promised and self._way not in self._silent
 
     def note(self, number: int, *, is_backward: bool) -> None:
@@ -70,14 +71,14 @@ class CommonStarts:
         if is_backward:
             self.before[number] = way, self.sure
             self._ways.append(way)
-        # As in `_go`.
+        # The same as in `_go`, inlined for speed.
         self._way = way = hash((way, number))
         promised = self._promised.get(way, 0)
         if promised > self.sure:
             self.sure = promised
 
     def end_forward(self, number: int, *, with_graph: bool) -> None:
-        """Adds the end of a forward to the way. No backward follows a forward without a graph, so the way leaves it out."""
+        """Adds the end of a forward to the way. Drops a forward without a graph from the way, since no backward follows."""
         if self._has_ended:
             self._begin()
         if with_graph:
@@ -88,7 +89,7 @@ class CommonStarts:
             self.sure = self._promised.get(self._way, 0)
 
     def end_backward(self) -> None:
-        """From here to the end of the pass, no rank waits for a gather, so this rank may wait for all reductions."""
+        """Called after the last gather of a backward. No rank waits for a gather, so this rank may wait for all reductions."""
         self._last_ways = [*self._ways, self._way]
         self._ways.clear()
         self.before.clear()
@@ -106,7 +107,8 @@ class CommonStarts:
         """Called in a backward before this rank waits for a gather.
 
         Args:
-            way, sure: those before the gather, from `before`.
+            way: the way before the gather, from `before`.
+            sure: `sure` before the gather, from `before`.
         """
         if self.started < sure or self.has_steps:
             self.start_up_to(sure)
@@ -114,7 +116,7 @@ class CommonStarts:
             self._started.setdefault(way, self.started)
 
     def ask(self, number: int) -> bool:
-        """Asks all ranks to promise the first `number` reductions, which this rank has started. Returns whether they have."""
+        """Asks all ranks to start the first `number` reductions, as this rank has; returns whether all ranks have agreed."""
         if self.agree is not None:
             self._wanted = number
             self.agree()
@@ -122,12 +124,12 @@ class CommonStarts:
         return number <= self.sure
 
     def say(self, *, is_backward: bool) -> bytes:
-        """Returns what this rank sends in an agreement; the maximum of all ranks goes to `hear`."""
+        """Returns this rank's bytes of an agreement. Pass the elementwise maximum over all ranks to `hear`."""
         started = 0
-        # Not in a forward: the reductions of its backward have not begun.
+        # In a forward, the reductions of its backward have not begun.
         if is_backward:
             self.keep_promise(self._way, self.sure)
-            # Ranks with another part of a split model may have more buckets.
+            # `count` may be larger than this rank's number: ranks with a different part of a split model may have more buckets.
             started = self.started if self.started < self._own_count else self.count
         said = bytearray(started) + b"\1" * (self.count - started)
         if self._wanted:
@@ -135,12 +137,12 @@ class CommonStarts:
         return bytes(said)
 
     def hear(self, said: bytes) -> None:
-        """Takes what all ranks have sent in an agreement."""
+        """Updates `sure` from the elementwise maximum over all ranks' bytes of an agreement."""
         common = said.rfind(_WANTED) + 1 or said.find(1)
         self.sure = max(self.sure, common if common >= 0 else self.count)
 
     def learn(self, transport: Transport) -> None:
-        """Ends a pass that has reduced, on all ranks: promises what they have started on a way that is new."""
+        """Ends a reducing pass. On a new way, the ranks exchange their started reductions and make promises. Collective then."""
         ways, self._last_ways = self._last_ways, []
         self._silent.difference_update(ways)
         if any(way not in self._promised for way in ways):
@@ -154,7 +156,7 @@ class CommonStarts:
             self._promised.update(zip(ways, map(min, *everyone)))
 
     def _go(self, number: int) -> None:
-        # The same on all ranks: hashes of numbers do not depend on the process.
+        # Equal on all ranks, because hashes of integers do not depend on the process.
         way = self._way = hash((self._way, number))
         promised = self._promised.get(way, 0)
         if promised > self.sure:

@@ -1,4 +1,4 @@
-"""Flat gradient buffers between backward and step: their pool, and a store for each way of keeping them."""
+"""Flat gradient buffers between backward and step: their pool, and a store for each lifetime of the buffers."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,17 +25,17 @@ from ..offload.tiers import Tier
 from .collectives import Reduction
 from .common_starts import CommonStarts
 
-# ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----
+# ---- A pool of bucket-sized gradient buffers, filled and reduced one after the other at stages 2 and 3 ----
 
 
 class BufferPool:
-    """Whole-bucket buffers, kept by kind (layout.py); at most `limit` large ones, in use or free.
+    """Whole-bucket buffers by kind (`BufferKind`); at most `limit` large ones, in use or free.
 
-    When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
-    than stand still.
+    If gradients do not arrive in the order of the buckets, more than `limit` buffers may be needed at a time. Then the pool
+    grows, because waiting would be a deadlock.
 
     Attributes:
-        most_bytes: the most that all its buffers have had at a time.
+        most_bytes: the largest number of bytes that all buffers have had at a time.
     """
 
     def __init__(self, buckets: Sequence[Bucket], limit: int, device: torch.device):
@@ -43,17 +43,17 @@ class BufferPool:
         shared = shared_numel([bucket.layout for bucket in buckets])
         self._kind = {bucket: kind_of_buffer(bucket.layout, shared) for bucket in buckets}
         self._limit = limit
-        # By kind and dtype: a small buffer that is free does not count against the limit.
+        # By kind and dtype. Small buffers do not count against the limit.
         self._free: dict[tuple[BufferKind, torch.dtype], list[torch.Tensor]] = {}
         self._large_out = 0
         self._bytes = 0
         self.most_bytes = 0
 
     def room_for(self, bucket: Bucket, beside: int = 0) -> int | None:
-        """Returns how many buffers may be taken, if they are as large as the bucket's; None for a small one, without a limit.
+        """Returns how many large buffers may still be borrowed; None if the bucket's buffer is small, which has no limit.
 
         Args:
-            beside: as many bytes as so many large buffers have are in use elsewhere.
+            beside: lowers the limit by this number of large buffers, whose memory is in use elsewhere.
         """
         return None if self._kind[bucket] is BufferKind.SMALL else max(0, self._most(beside) - self._large_out)
 
@@ -61,14 +61,14 @@ class BufferPool:
         return max(1, self._limit - beside)
 
     def take(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
-        """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents. `beside`: the same."""
+        """Returns a buffer of the reduce dtype with at least the bucket's elements and undefined contents. `beside`: as above."""
         kind, dtype = self._kind[bucket], bucket.precision.reduce
         self._large_out += kind is not BufferKind.SMALL
         free = self._free.get((kind, dtype), [])
         if len(free) == 1 and free[0].numel() >= bucket.layout.numel:
             return free.pop()
         large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= bucket.layout.numel]
-        # The smallest of these: a larger bucket may want a larger one while this is in use.
+        # The smallest of these, because a larger bucket may need a larger one at the same time.
         if large_enough:
             return free.pop(min(large_enough, key=lambda place: free[place].numel()))
         if kind is not BufferKind.SMALL:
@@ -81,28 +81,28 @@ class BufferPool:
     def release(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind[bucket]
         self._large_out -= kind is not BufferKind.SMALL
-        # Not kept: an embedding's buffer would stay in memory for the rest of the backward.
+        # Freed at once. Otherwise, an embedding's buffer would stay in memory until the end of the backward.
         if kind is BufferKind.OVERSIZE:
             self._bytes -= buffer.nbytes
         else:
             self._free.setdefault((kind, buffer.dtype), []).append(buffer)
 
     def rest(self) -> None:
-        """Drops the buffers not in use, until the next backward."""
+        """Frees the buffers not in use."""
         self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
         self._free.clear()
 
     def _make_room(self, most: int) -> None:
-        """Drops free large buffers that would be too many in addition to those in use."""
+        """Frees unused large buffers until used and unused ones are at most `most`."""
         free = [buffers for (kind, _), buffers in self._free.items() if kind is BufferKind.SHARED]
         while self._large_out + sum(map(len, free)) > most and any(free):
             self._bytes -= max(free, key=len).pop().nbytes
 
 
-# ---- Gradients between backward and the optimizer: the stages differ in how long buffers last ----
+# ---- Gradients between backward and the optimizer: buffers have different lifetimes at different stages ----
 #
-# A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
-# the bucket's rows. The stores keep those buffers for different times; the pass above them (backward.py) is one.
+# A store keeps a flat gradient buffer per bucket while gradients arrive, starts its reduction, and puts the result in the `.grad`
+# of the bucket's rows. The stores differ in the lifetimes of the buffers. They share the code of the pass (backward.py).
 
 _FORM, _GRAD = attrgetter("dtype", "layout"), attrgetter("grad")
 
@@ -112,10 +112,11 @@ class Landing:
     """The receivers of reduced gradients.
 
     Attributes:
-        d2h: copies them into a tier's host memory.
-        landed: called for each bucket whose rows have their gradients, or will have on the arrival.
-        most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
-        goes_on: whether another backward is to add to what this one leaves, so that nobody reads it yet.
+        d2h: copies reduced gradients to host memory, for offloaded buckets.
+        landed: called with each bucket whose rows have received their gradients, and with the arrival of the values.
+        most_under_way: maximum number of running reductions before the store waits for the oldest; None waits for all at the end
+            of backward.
+        goes_on: whether another backward will add to the reduced gradients, so that nobody reads them yet.
     """
 
     d2h: DeviceToHost
@@ -125,32 +126,32 @@ class Landing:
 
 
 class GradientStore(ABC):
-    """Keeps gradients until the step: fills a flat buffer a bucket, and starts the buffer's reduction.
+    """Keeps gradients until the step: fills a flat buffer per bucket, and starts the buffer's reduction.
 
-    A rank's share of the mean is taken of each gradient as it is put, in DDP's order: divided, then summed.
+    `put` divides each gradient by the number of ranks, before the sum over the ranks, as DDP does.
 
     Attributes:
-        start_passed_over: given a bucket that wants a buffer, starts one that stands before it and is passed over.
-            Returns whether it has.
+        start_passed_over: given a bucket that needs a buffer, starts an earlier bucket that is not full. Returns whether one was
+            started.
         starts: counts the reductions that backward may wait for.
-        places: the indices of the buckets, in the order in which they start.
-        went_on: while the end of a failed pass is made up for, whether another backward was to add to it; else None.
+        places: the index of each bucket in the order of starts.
+        went_on: while a failed pass is being ended, whether another backward was to add to its gradients; else None.
         may_ask: other ranks may be asked to start reductions that this rank wants to wait for.
-        steps: starts the steps of reductions between groups of ranks, if these have several.
+        steps: starts the steps of reductions with several steps, between groups of ranks; None if there are none.
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
         self._reduction = reduction
         self._landing = landing
-        # Flat gradient buffers that are being filled, (numel,) of the reduce dtype.
+        # Flat gradient buffers being filled, (numel,) of the reduce dtype.
         self._open: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
-        # Put whole in this pass.
+        # Buckets filled by `put_whole` in this pass.
         self._whole: set[Bucket] = set()
-        # Whose reduction is the second in its pass.
+        # Buckets with a second reduction in this pass.
         self._again: set[Bucket] = set()
-        # Gradients that came late while this rank may not wait for the reduction before them.
+        # Late gradients whose bucket's first reduction this rank may not wait for yet.
         self._late: dict[ParameterSlot, torch.Tensor] = {}
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         self.starts = CommonStarts(0)
@@ -161,7 +162,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
+        """Bytes of gradient memory by kind: "gradients" live from backward to step, "gradient buffers" only during backward."""
 
     @abstractmethod
     def release(self, bucket: Bucket) -> None:
@@ -171,12 +172,12 @@ class GradientStore(ABC):
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication).
 
-        Where it does not, autograd itself keeps adding to `p.grad` until then.
+        A store may do nothing. Then autograd itself adds to `p.grad` until the reducing pass.
         """
 
     @abstractmethod
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """A buffer to fill."""
+        """Returns a buffer to fill."""
 
     @abstractmethod
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
@@ -184,21 +185,21 @@ class GradientStore(ABC):
 
     @abstractmethod
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        """Puts the reduced gradient into the rows behind the reduction; the values are there on the arrival.
+        """Puts the reduced gradient into the rows after the reduction. The values are valid after the returned arrival.
 
         Args:
-            going_on: rows whose gradient it adds to.
+            going_on: rows to whose gradients the values are added.
         """
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing).
+        """Keeps a gradient that arrived after the start of the bucket's reduction, for `start_again`.
 
-        `start_again` reduces it.
+        For example, reentrant checkpointing may compute two gradients of a parameter that is used twice.
         """
         self.put(slot, gradient)
 
     def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:  # noqa: B027 (`p.grad` may be the reduced gradient itself)
-        """Ends the pass for slots: `p.grad` stands for the reduced gradient where some rank has contributed to it."""
+        """Ends the pass for slots: if any rank used the parameter, `p.grad` now represents the reduced gradient."""
 
     def end_pass(self) -> None:
         """Called on every rank when all gradients of a backward pass are reduced."""
@@ -206,17 +207,16 @@ class GradientStore(ABC):
         self._reduction.end_pass()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """Puts the slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
+        """Writes a gradient times the bucket's share (1 / ranks) into the slot, or adds it if the slot already has a gradient."""
         bucket = slot.bucket
-        # Divided before the sum, as DDP does: the other order rounds differently, and the losses would not be bitwise
-        # equal.
+        # Divide before the sum, as DDP does. A division after the sum rounds differently, so losses would not be bitwise equal.
         share = bucket.share
         view = slot.view_of(self._buffer(bucket))
         is_there = gradient.data_ptr() == view.data_ptr()
         if slot.arrived:
             view.add_(gradient, alpha=share)
         elif share == 1.0:
-            # One rank: a multiplication by 1 would read and write the whole gradient for nothing.
+            # With one rank, a multiplication by 1 would read and write the whole gradient for nothing.
             if not is_there:
                 view.copy_(gradient)
         elif is_there:
@@ -227,35 +227,35 @@ class GradientStore(ABC):
 
     @property
     def lasts_whole(self) -> bool:
-        """Whether the buffers of all buckets last until the step."""
+        """Whether the buffers of all buckets live until the step."""
         return True
 
     def takes_whole(self, bucket: Bucket, bytes_to_come: int) -> bool:
-        """Whether `put_whole` may take the bucket's gradients: they have the dtype in which they are reduced.
+        """Whether `put_whole` may handle the bucket. Its gradients must have the reduce dtype.
 
-        If all buffers last until the step, the gradients that wait for each other must not need more memory than the buffers
-        that have yet to be allocated. Otherwise a rank would hold more than all buffers.
+        If all buffers live until the step, the bucket's gradients, which wait for the last one, must not need more memory than
+        the buffers that are still to be allocated. Otherwise peak memory would exceed the sum of all buffers.
 
         Args:
-            bytes_to_come: bytes of the buffers that are not allocated before the bucket's last gradient has come.
+            bytes_to_come: bytes of the buffers that are not yet allocated when the bucket's last gradient arrives.
         """
         if bucket.slots[0].parameter.dtype != bucket.precision.reduce:
             return False
         if not self.lasts_whole:
             return True
         numels = [slot.parameter.numel() for slot in bucket.slots]
-        # Autograd always has one gradient.
+        # One gradient is alive in any case: autograd has just computed it.
         waiting_bytes = (sum(numels) - max(numels)) * bucket.precision.reduce.itemsize
         return waiting_bytes <= bytes_to_come
 
     def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
-        """Puts the shares of all gradients of a bucket, the first of this pass, and replaces `p.grad` as `put` does.
+        """Writes all gradients of a bucket at once, times the share, as the first of this pass, and sets `p.grad` as `put` does.
 
         Args:
-            gradients: plain tensors, by slot; those that accumulated in the bucket's lasting buffer are views of it.
+            gradients: plain tensors, one per slot. Accumulated gradients may be views of the bucket's lasting buffer.
 
         Returns:
-            False: not taken, since some differ from the others in kind or place.
+            False if nothing was written, because dtypes, layouts or storages do not fit.
         """
         if set(map(_FORM, gradients)) != {(bucket.precision.reduce, torch.strided)}:
             return False
@@ -275,9 +275,9 @@ class GradientStore(ABC):
         return True
 
     def note_slots(self, bucket: Bucket) -> None:
-        """Has further gradients added to those of `put_whole`, one by one; without the note, they would replace them.
+        """Marks the slots of `put_whole` as filled, so that further gradients are added and do not replace the first ones.
 
-        If the reduction has started, further gradients are late, and a buffer of their own takes them.
+        Does nothing if the reduction has started. Then further gradients are late, and get another buffer.
         """
         if bucket in self._open:
             self._whole.discard(bucket)
@@ -286,21 +286,21 @@ class GradientStore(ABC):
 
     @abstractmethod
     def _accumulates(self, bucket: Bucket) -> bool:
-        """Whether gradients of this step, reduced or not, lie in the bucket's lasting buffer."""
+        """Whether the bucket's lasting buffer already contains gradients of this step, reduced or not."""
 
     @abstractmethod
     def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's buffer that lasts until the step."""
+        """Returns the bucket's buffer that lives until the step."""
 
     @abstractmethod
     def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
-        """A buffer for all gradients of a bucket that still take their own memory; its contents are undefined."""
+        """Returns a buffer with undefined contents for `put_whole`, while the gradients still have separate memory."""
 
     def start_again(self, bucket: Bucket) -> None:
-        """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
-        # The first sum must be finished: the second is added to it.
+        """Reduces late gradients of any rank, and adds the sum to the first one."""
+        # The first sum must be finished, because the second sum is added to it.
         self.finish(bucket)
-        # The first result may still be on its way out of the buffer that is filled again.
+        # The first result may still be copied out of the buffer, which is filled again.
         bucket.await_gradient()
         late = [(slot, self._late.pop(slot)) for slot in bucket.slots if slot in self._late]
         for slot, gradient in late:
@@ -309,13 +309,13 @@ class GradientStore(ABC):
         self._start(bucket)
 
     def start(self, bucket: Bucket) -> None:
-        """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
+        """Starts the bucket's reduction, with zeros in slots without a gradient."""
         self._start(bucket)
 
     def start_unfilled(self, bucket: Bucket) -> None:
-        """Starts the bucket's reduction while autograd may still add to sums that `no_sync` micro-batches left in `p.grad`.
+        """Starts the bucket's reduction while autograd may still add to the sums of `no_sync` micro-batches in `p.grad`.
 
-        These sums stay there. Reduced now, they would be rounded without the gradients that autograd adds to them later.
+        The sums stay in `p.grad`. If they were reduced now, autograd's later gradients would be added after a rounding.
         """
         self._start(bucket)
 
@@ -327,12 +327,12 @@ class GradientStore(ABC):
         if not is_whole:
             for slot in bucket.slots:
                 if not slot.arrived:
-                    # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
+                    # The buffer may contain values of another bucket or pass, which would enter the sum.
                     slot.view_of(flat).zero_()
         if self.steps is not None:
-            # The next start moves older reductions one step further, and waits for the step before.
+            # The next start advances older reductions by one step, and waits for their previous step.
             self.steps.may_advance = all(map(self._may_wait, self._started))
-        # In this order: there may be no memory to start it with. The buffer stays open then, and a further start finds it filled.
+        # In this order, because the start may run out of memory. Then the filled buffer stays open for another attempt.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
         if not is_whole:
@@ -340,7 +340,7 @@ class GradientStore(ABC):
                 slot.arrived = False
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
-            # The oldest: its buffer goes back to the pool first.
+            # The oldest reduction, whose buffer returns to the pool first.
             oldest = next(iter(self._started))
             if self._may_wait(oldest):
                 self.finish(oldest)
@@ -350,17 +350,17 @@ class GradientStore(ABC):
         return self.places[bucket] < self.starts.sure
 
     def start_last_steps(self, number: int) -> None:
-        """Moves the reductions of the first `number` buckets to their last step, if they have several."""
+        """Starts the last step of the reductions of the first `number` buckets, if reductions have several steps."""
         if self.steps is not None:
             for bucket, handle in self._started.items():
                 if self.places[bucket] < number:
                     handle.start_last()
 
     def finish(self, bucket: Bucket) -> None:
-        """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
+        """Waits for the bucket's reduction, if one is running, and puts the result into the rows."""
         handle = self._started.pop(bucket, None)
         if handle is not None:
-            # Reduce before delivery: until then the buffer belongs to the transport.
+            # Until the reduction has finished, the transport uses the buffer.
             handle.finish()
             if self._is_put_whole(bucket):
                 going_on = set()
@@ -373,7 +373,7 @@ class GradientStore(ABC):
             self._landing.landed(bucket, bucket.arrival)
 
     def finish_all(self) -> None:
-        """Waits for all gradients in the rows; only for the reductions if another backward adds to them."""
+        """Waits for all reductions and, unless another backward adds to the gradients, for the values in the rows."""
         for bucket in list(self._started):
             self.finish(bucket)
         arriving, self._arriving = self._arriving, []
@@ -382,7 +382,7 @@ class GradientStore(ABC):
                 bucket.await_gradient()
 
     def discard_open(self) -> None:
-        """Forgets buffers that a failed backward left half filled."""
+        """Drops buffers left partly filled by a failed backward."""
         for bucket in self._open:
             for slot in bucket.slots:
                 slot.arrived = False
@@ -392,11 +392,11 @@ class GradientStore(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Whether another backward is to add to this pass."""
+        """Whether another backward will add to the gradients of this pass."""
         return self._landing.goes_on() if self.went_on is None else self.went_on
 
     def _is_put_whole(self, bucket: Bucket) -> bool:
-        """Whether all gradients of the bucket's first reduction in this pass were put together: no slot has a note."""
+        """Whether `put_whole` filled the bucket for its first reduction in this pass; then its slots hold no notes."""
         return bucket in self._whole and bucket not in self._again
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -407,7 +407,7 @@ class GradientStore(ABC):
 
 
 def new_buffer(bucket: Bucket) -> torch.Tensor:
-    """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
+    """Returns a new flat gradient buffer of the reduce dtype, with zeros in the padding."""
     flat = Tier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
     return clear_padding(flat, bucket.layout)
 
@@ -415,17 +415,18 @@ def new_buffer(bucket: Bucket) -> torch.Tensor:
 def add_or_set(
     bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, d2h: DeviceToHost, going_on: Collection[Row]
 ) -> Arrival:
-    """Adds `reduced` to the gradients of rows that go on, and sets the others. Both are flat as the rank's shard.
+    """Adds `reduced` to the gradients of the rows in `going_on`, and sets the gradients of the other rows.
 
-    Sums are of the master dtype.
+    Sums are in the master dtype. All values are valid after the returned arrival.
 
-    `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
-    the optimizer steps. Both are there on the arrival.
+    Args:
+        reduced: this rank's reduced shard, flat.
+        target: memory of gradients that are set: `reduced` itself, or a buffer of the same size on the optimizer's device.
     """
     if going_on:
         take = _sum_into(zip(bucket.rows, bucket.row_views.of(target)), going_on, sets=target is not reduced)
         return d2h.start_sum(take, reduced, bucket.arrival)
-    # An earlier sum or copy may still write to the memory that is set here.
+    # An earlier sum or copy may still write to this memory.
     bucket.await_gradient()
     arrival = ARRIVED if target is reduced else d2h.start_copy(target, reduced)
     bucket.lay_gradients(target)
@@ -435,10 +436,10 @@ def add_or_set(
 def _sum_into(
     views: Iterable[tuple[Row, torch.Tensor]], going_on: Collection[Row], *, sets: bool
 ) -> Callable[[torch.Tensor], None]:
-    """Returns a function that adds a reduced shard to rows that go on, and with `sets` copies it to the others.
+    """Returns a function that adds a reduced shard to the rows in `going_on` and, with `sets`, copies it to the other rows.
 
-    These have their views from now on. By `data`, since it may be called in another thread, when somebody has looked at
-    versions: the edits are counted now.
+    The other rows get their new gradients, views of the target, at once. The function writes through `data`, and versions are
+    increased here, because it may run later in another thread, after somebody has compared versions.
     """
     added, copied = [], []
     for row, view in views:
@@ -466,17 +467,17 @@ def _sum_into(
 class ReplicatedGradients(GradientStore):
     """Every rank keeps and reduces whole gradients by all-reduce; `p.grad` is a view of the bucket, as under DDP.
 
-    A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced
-    again: sum of (average / W) is the average.
+    If a view is still `p.grad` in the next backward, autograd has added to the average from before. The sum is divided and
+    reduced again, which is correct: the average, divided by W and summed over W ranks, is the same average.
 
-    From the step on only these views keep the memory, so that it goes when the script zeroes gradients, and the next forward's
-    activations do not come on top of it.
+    From the step on, only these views keep the memory alive. So the memory is freed when the script zeroes gradients, before
+    the next forward needs memory for activations.
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
         super().__init__(reduction, landing)
         self._lasting: dict[Bucket, torch.Tensor] = {}
-        # Of the parameters' dtype, where gradients travel in another.
+        # Reduced gradients in the master dtype, if the reduce dtype is different.
         self._reduced: dict[Bucket, torch.Tensor] = {}
         self._under_way: dict[Bucket, torch.Tensor] = {}
         self._held_bytes: dict[Bucket, int] = {}
@@ -486,21 +487,21 @@ class ReplicatedGradients(GradientStore):
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if gradient.dtype != slot.bucket.precision.reduce:
-            # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
+            # `p.grad` must have the parameter's dtype, so it cannot be a view of the buffer. Autograd adds to it.
             return
         view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
-            # Autograd adds the next micro-batches in the bucket's own buffer, which is reduced without a copy.
+            # So autograd adds the next micro-batches directly into the bucket's buffer, which needs no copy before its reduction.
             slot.parameter.grad = view.copy_(gradient)
 
     def release(self, bucket: Bucket) -> None:
-        """Frees nothing: `p.grad` lasts until the script zeroes it."""
+        """Drops the store's references. `p.grad` keeps the memory until the script zeroes gradients."""
         self._lasting.pop(bucket, None)
         self._reduced.pop(bucket, None)
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
-        # A further gradient of this pass would be added to the one in `grad`, which would then count twice.
+        # Otherwise autograd would add a further gradient of this pass to `grad`, and the first gradient would count twice.
         slot.parameter.grad = None
 
     def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
@@ -525,7 +526,7 @@ class ReplicatedGradients(GradientStore):
             return
         for slot in bucket.slots:
             if not slot.arrived and slot.parameter.grad is not None:
-                # A gradient from `no_sync` micro-batches, which this pass reduces.
+                # A gradient of `no_sync` micro-batches. This pass reduces it, too.
                 slot.used = True
                 self.put(slot, slot.parameter.grad)
         super().start(bucket)
@@ -540,7 +541,7 @@ class ReplicatedGradients(GradientStore):
         self._count(bucket)
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
+        # For late gradients, the bucket's own buffer is in use: it is being reduced, or contains `p.grad`.
         is_late = bucket in self._started or bucket in self._again
         return new_buffer(bucket) if is_late else self._lasting_buffer(bucket)
 
@@ -562,27 +563,27 @@ class ReplicatedGradients(GradientStore):
         self._held_bytes[bucket] = flat.nbytes + (0 if reduced is None else reduced.nbytes)
 
 
-# Gradients that are reduced into shards, from a buffer for each bucket or from a small pool; the choice of a stage's store.
+# Gradients that are reduced into shards, from a buffer per bucket or from a small pool; the choice of the store.
 
 _AT_ONCE = DeviceToHost()
 
 _KEPT_BELOW_BYTES = 2 << 20
-"""Buffers of less keep their memory between steps on the host: it comes back there in small pages, each by a fault."""
+"""Host buffers with fewer bytes keep their memory between steps, because each small page costs a page fault after a release."""
 
 
 class ShardedGradients(GradientStore):
     """The reduced gradient is in rows, and `p.grad` is a `ShardedGradient`.
 
-    A bucket's buffer is taken from a small pool for its first gradient, and returned when it is reduced.
+    Usually a bucket borrows a buffer from a small pool for its first gradient, and returns the buffer after the reduction. So a
+    rank never stores all whole gradients at a time.
 
-    Or the buffer lasts, where micro-batches accumulate in it without communication: without accumulation a rank never has all
-    gradients at a time. The reduced shard then stays in this rank's own part of it, where the dtypes allow it. The memory goes
-    with the step, so that the next forward's activations do not come on top of it: the buffer on an accelerator, whose allocator
-    hands out again what is freed, and its pages on the host.
+    If micro-batches accumulate without communication, the bucket's buffer lives until the step. The reduced shard then stays in
+    this rank's part of the buffer if the dtypes allow. The step frees the memory before the next forward needs memory for
+    activations: on an accelerator the whole buffer, on the host its pages.
 
     Args:
-        buffers: which buffers last: "pooled" for none, "accumulated" for those of buckets in which micro-batches have
-            accumulated since the step, "lasting" for all.
+        buffers: which buffers live until the step: "pooled" for none, "accumulated" for buckets in which micro-batches have
+            accumulated since the last step, "lasting" for all.
     """
 
     def __init__(
@@ -602,7 +603,7 @@ class ShardedGradients(GradientStore):
         self._lasting: dict[Bucket, torch.Tensor] = {}
         self._reservations: dict[Bucket, Reservation] = {}
         self._lasting_bytes: dict[Bucket, int] = {}
-        # Buffers of the pool, and the buckets that are reduced in them.
+        # Buffers borrowed from the pool, and the buckets with a running reduction in such a buffer.
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
         self._scratches: dict[Bucket, int] = {}
@@ -626,14 +627,14 @@ class ShardedGradients(GradientStore):
         self._accumulated.add(slot.bucket)
         view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
-            # The reduced shard of an earlier pass may still lie in this buffer: the copy would overwrite the shard.
+            # The copy would overwrite the reduced shard of an earlier pass, which may still be in this buffer.
             self._spill(slot.bucket)
             slot.parameter.grad = view.copy_(gradient)
 
     def release(self, bucket: Bucket) -> None:
         lasts = self._lasts(bucket)
         self._accumulated.discard(bucket)
-        # Activations grow from here to the next backward, which makes another shard as it needs it.
+        # Free the shard, because the next forward needs memory for activations. The next backward allocates another one.
         if not lasts or bucket.device.type != "cpu" or bucket.tier.is_apart or self._stays_in_place(bucket):
             self._shards.pop(bucket, None)
         reservation = self._reservations.get(bucket)
@@ -642,16 +643,16 @@ class ShardedGradients(GradientStore):
         if bucket.device.type != "cpu":
             del self._lasting[bucket], self._reservations[bucket]
         elif not bucket.tier.is_apart and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
-            # What goes to a tier may still be read. The padding reads as zero afterwards, as before.
+            # Not if offloaded, because a copy to the tier may still read the buffer. The padding reads as zero afterwards.
             reservation.release()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         parameter, sharded_gradient = slot.parameter, slot.sharded_gradient
-        # Before `grad` is replaced below: a `ShardedGradient` there says that the sum of earlier passes goes on.
+        # Before `grad` is replaced below. A `ShardedGradient` there means that this gradient adds to those of earlier passes.
         if not slot.arrived:
             slot.continues = isinstance(parameter.grad, ShardedGradient)
         super().put(slot, gradient)
-        # As `finish_slots` does: each gradient of a step comes here.
+        # The same as in `finish_slots`, inlined because every gradient of a step passes here.
         sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
         if parameter.grad is not sharded_gradient:
             parameter.grad = sharded_gradient
@@ -669,8 +670,8 @@ class ShardedGradients(GradientStore):
     def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
         if self._lasts(bucket):
             return self._open_buffer(bucket)
-        # The gradients themselves take as much memory as another buffer. The join writes zeros where no gradient lies; to clear
-        # the gaps before it would be a launch each.
+        # The gradients themselves need as much memory as another buffer. `put_whole` writes zeros into the gaps, which saves a
+        # kernel launch per gap here.
         return self._borrow(bucket, beside=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -679,24 +680,24 @@ class ShardedGradients(GradientStore):
             before = self._late.get(slot)
             self._late[slot] = gradient if before is None else before.add_(gradient)
             if not isinstance(slot.parameter.grad, ShardedGradient):
-                # Else autograd adds the next gradient to this one, which would count twice.
+                # Otherwise autograd would add the next gradient to this one, which would count twice.
                 slot.parameter.grad = None
             return
         self.finish(bucket)
-        # The shard may still be on its way out of the buffer that is filled again.
+        # The shard may still be copied out of the buffer, which is filled again.
         bucket.await_gradient()
         self.put(slot, gradient)
 
     def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:
         for slot in slots:
             is_there = slot.parameter.grad is slot.sharded_gradient
-            # Most were finished as they were put.
+            # `put` has finished most slots.
             if not slot.used or (is_there and not slot.used_elsewhere):
                 continue
             if is_there:
-                # Another rank has zeroed it, and has used the parameter since.
+                # Only another rank used the parameter. If a step has freed this rank's gradient, the sum would lack it.
                 slot.sharded_gradient.refuse_if_spent()
-            # Where the script took it out of `p.grad` (zero_grad), it meant whatever had been added to it, too.
+            # If the script removed the stand-in from `p.grad` (zero_grad), this also drops its pending sum.
             slot.sharded_gradient.become(GradientState.HELD)
             if not is_there:
                 slot.parameter.grad = slot.sharded_gradient
@@ -706,7 +707,7 @@ class ShardedGradients(GradientStore):
             super().start(bucket)
             return
         for slot in bucket.slots:
-            # Unused in this pass: micro-batches under `no_sync` may have left a sum, which no hook brings any more.
+            # Unused in this pass. Earlier `no_sync` micro-batches may have left a sum, for which no hook will run.
             if not slot.arrived:
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
@@ -723,7 +724,7 @@ class ShardedGradients(GradientStore):
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
                 if bucket in self._accumulated and gradient is not None and not isinstance(gradient, ShardedGradient):
-                    # The sum may lie in the buffer, where the reduction needs zeros.
+                    # The sum may be a view of the buffer, in which the reduction needs zeros.
                     slot.parameter.grad = gradient.clone()
         super().start_unfilled(bucket)
 
@@ -733,14 +734,14 @@ class ShardedGradients(GradientStore):
 
     def discard_open(self) -> None:
         for bucket in self._open:
-            # Back to the pool: a lost buffer would count against the limit to the end of the run.
+            # Return the buffer to the pool. A lost buffer would count against the limit until the end of the run.
             if bucket in self._lent:
                 self._pool.release(bucket, self._lent.pop(bucket))
                 self._scratches.pop(bucket, None)
         super().discard_open()
 
     def _lasts(self, bucket: Bucket) -> bool:
-        """Whether the bucket's buffer lasts in this step."""
+        """Whether the bucket's buffer lives until this step."""
         return self._buffers == "lasting" or bucket in self._accumulated
 
     def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -758,18 +759,18 @@ class ShardedGradients(GradientStore):
         return clear_padding(self._borrow(bucket), bucket.layout)
 
     def _borrow(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
-        """Takes a buffer from the pool, with undefined contents. `beside`: see `BufferPool.take`."""
+        """Borrows a buffer from the pool, with undefined contents. `beside`: see `BufferPool.room_for`."""
         pool, in_flight = self._pool, self._in_flight
         room = pool.room_for(bucket, beside)
         if room == 1 and not in_flight:
-            # It would take the last buffer, and one that is passed over wants a buffer, too.
+            # The bucket would get the last buffer, so an earlier bucket that is not full must get one before.
             self.start_passed_over(bucket)
             room = pool.room_for(bucket, beside)
-        # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
+        # Backward waits here for the oldest reduction, because the limit on buffers limits gradient memory.
         while room == 0 and (in_flight or self.start_passed_over(bucket)):
             if in_flight:
                 oldest = in_flight[0]
-                # Not while another bucket starts: it counts as started, and the other ranks would wait for it.
+                # Do not ask while a bucket starts: it already counts as started, so other ranks would wait for it.
                 if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.places[oldest] + 1)):
                     break
                 self.finish(oldest)
@@ -778,7 +779,7 @@ class ShardedGradients(GradientStore):
         return lent if lent.numel() == bucket.layout.numel else lent[: bucket.layout.numel]
 
     def _spill(self, bucket: Bucket) -> None:
-        """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
+        """Moves an earlier reduced shard out of the buffer before the buffer is filled again."""
         flat = self._lasting_buffer(bucket)
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
@@ -792,14 +793,14 @@ class ShardedGradients(GradientStore):
         return handle
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
+        """Returns the memory for the reduced shard, (shard_numel,) of the dtype of the reduction's result."""
         precision, is_lent = bucket.precision, bucket in self._lent
         own, fits = bucket.own_interval, precision.reduced == precision.reduce
         if fits and not is_lent:
-            # In place: no rank needs the other parts of the sum.
+            # In place, because this rank does not need the other parts of its buffer.
             return flat[own.start : own.stop]
         if bucket.tier.is_apart:
-            # Copied from there when the buffer has been passed on.
+            # Separate memory, because the copy to the host still reads the shard after the next bucket has got the buffer.
             return self._scratch(bucket)
         if precision.reduced == bucket.gradient_dtype and all(map(is_, map(_GRAD, bucket.row_tensors), repeat(None))):
             return self._shard(bucket)
@@ -813,17 +814,17 @@ class ShardedGradients(GradientStore):
         self._in_flight.remove(bucket)
         arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
         self._scratches.pop(bucket, None)
-        # Behind the copy out of the buffer: the next bucket fills it at once.
+        # After the copy out of the buffer, because the next bucket fills the buffer at once.
         self._pool.release(bucket, self._lent.pop(bucket))
         return arrival
 
     def _stays_in_place(self, bucket: Bucket) -> bool:
-        """Whether the shard that was reduced in a lasting buffer waits for the step there."""
+        """Whether a shard reduced in a lasting buffer stays there until the step."""
         precision = bucket.precision
         return precision.reduce == precision.reduced == bucket.gradient_dtype and not bucket.tier.is_apart
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
-        """Where the gradient of this rank's rows waits for the step: (shard_numel,) of the dtype that is stepped with."""
+        """Returns the memory of this rank's gradients between backward and step, (shard_numel,) of `gradient_dtype`."""
         shard = self._shards.get(bucket)
         if shard is None:
             shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.gradient_dtype)
@@ -845,8 +846,8 @@ class ShardedGradients(GradientStore):
         self._keep_shard(bucket, shard)
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:
-        """Leaves a reduced gradient in the rows; otherwise as `add_or_set`."""
-        # Sums are taken in the master dtype: in bfloat16 small gradients of later micro-batches would be rounded away.
+        """Puts a reduced gradient into the rows, as `add_or_set` does, with sums in the master dtype."""
+        # In bfloat16, small gradients of later micro-batches would be rounded away.
         if going_on and bucket.gradient_dtype != bucket.precision.master:
             self._widen(bucket)
             target = self._shard(bucket)
@@ -856,7 +857,7 @@ class ShardedGradients(GradientStore):
         return self._landing.d2h if bucket.tier.is_apart else _AT_ONCE
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
-        """A shard on the training device, until its values have gone where they are wanted."""
+        """Returns a temporary shard on the training device."""
         scratch = Tier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
         if bucket in self._lent:
             self._scratches[bucket] = scratch.nbytes
@@ -867,10 +868,10 @@ class ShardedGradients(GradientStore):
 def choose_store(
     buckets: Sequence[Bucket], config: ZeroConfig, reduction: Reduction, landing: Landing
 ) -> GradientStore:
-    """The store of a stage."""
+    """Returns the store for the config's stage."""
     if all(bucket.rows_are_parameters for bucket in buckets):
         return ReplicatedGradients(reduction, landing)
-    # Where the shard is all of the bucket, there is no smaller place to reduce it into.
+    # If the shard is the whole bucket, a reduced shard is as large as the buffer, so a pool would save nothing.
     is_replicated = all(bucket.group.groups.shard_size == 1 for bucket in buckets)
     is_whole = is_replicated and not any(bucket.tier.is_apart for bucket in buckets)
     passing = BufferPool(buckets, GRAD_BUFFERS, buckets[0].device)

@@ -25,12 +25,12 @@ NORM_LABEL = Label(kind="agreement on the gradient norm", subject="the step")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Scalars on the training device, which the host has not read: float32, or float64 where gradients are.
+    """Scalars on the training device, not read by the host. float32, or float64 if some masters are float64.
 
     Attributes:
-        norm: over all ranks.
-        coefficient: min(1, max_norm / (norm + 1e-6)), torch's clip coefficient; None where nothing is to be scaled.
-        found_inf: 1 where a gradient or the norm is NaN or infinite, else 0; None where nobody has counted.
+        norm: norm over all ranks.
+        coefficient: min(1, max_norm / (norm + 1e-6)), torch's clip coefficient; None if nothing is to be scaled.
+        found_inf: 1 if a gradient or the norm is NaN or infinite, else 0; None if this was not computed.
     """
 
     norm: torch.Tensor
@@ -39,13 +39,14 @@ class Measured:
 
 
 class GradientNorm:
-    """Measures the gradients of a step, by a few of torch's operations for all rows together, and a few for each long one.
+    """Measures the norm of a step's gradients with torch operations.
 
     Args:
-        device: where the scalars go.
-        dtype: of the scalars.
-        counts: of a model that is split over ranks, whether this rank is the one on which a row's gradient counts that several
-            ranks of a copy have; None where each has its own.
+        among: the ranks whose gradients add up to the norm.
+        device: device of the scalars.
+        dtype: dtype of the scalars.
+        counts: for a split model, in which several ranks have the same gradient: whether a row's gradient counts on this rank.
+            None if every row counts.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class GradientNorm:
         Collective.
 
         Args:
-            rows: of which this rank takes the gradients; ones without a gradient count nothing.
+            rows: this rank's rows. Rows without a gradient are ignored.
             norm_type: p of the p-norm; inf for the largest magnitude.
-            max_norm: above which gradients are to be scaled; inf only measures.
+            max_norm: gradients with a larger norm are to be scaled; inf only measures.
         """
         return self._measure(rows if self._counts is None else list(filter(self._counts, rows)), norm_type, max_norm)
 
@@ -79,13 +80,13 @@ class GradientNorm:
         return Measured(norm=norm, coefficient=coefficient, found_inf=None)
 
     def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The sum over ranks travels as float64."""
+        """Returns the norm over all ranks. The sum over the ranks is in float64."""
         device = self.device
         if math.isinf(norm_type):
             # `max` of a tensor without elements raises.
             largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
             mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
-            # A rank without gradients comes with 0: the others wait for its answer.
+            # A rank without gradients sends 0, because the other ranks wait for its value.
             return self.among.agree_largest(mine)
         mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
         return self.among.agree_sum(mine.reshape(1), NORM_LABEL)[0].pow(1.0 / norm_type)
@@ -99,7 +100,7 @@ def choose_norm(
     device: torch.device,
     counts: Callable[[Row], bool] | None,
 ) -> GradientNorm:
-    """By kernels where they run and take the dtypes of all gradients. `counts`: see `GradientNorm`."""
+    """Returns the norm by kernels if they run on the device and support all gradient dtypes. `counts`: see `GradientNorm`."""
     dtypes = {bucket.precision.master for bucket in buckets}
     digits = torch.float64 if torch.float64 in dtypes else torch.float32
     by_kernels = uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES)
@@ -110,10 +111,10 @@ def choose_norm(
 def _each_on(
     device: torch.device, gradients: Sequence[torch.Tensor], measure: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> torch.Tensor:
-    """Measures each gradient, float64, in order, on `device`.
+    """Measures each gradient; returns (n,) float64 on `device`, in order.
 
     Args:
-        measure: of gradients on one device, where the result is too: those in host memory are measured there.
+        measure: measures gradients of one device, on this device. So offloaded gradients are measured in host memory.
     """
     memories = {gradient.device for gradient in gradients}
     if len(memories) == 1:
@@ -132,7 +133,7 @@ def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type == 2:
         return sums_of_squares(gradients)
-    # In float32 at least: powers of 16-bit gradients overflow, and their sums stand still.
+    # At least float32: in 16 bits, powers overflow, and long sums stop growing.
     dtypes = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).double() for g, dtype in zip(gradients, dtypes)]
     return torch.stack(norms).pow(norm_type)
@@ -143,7 +144,7 @@ def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torc
 _log = logging.getLogger(__name__)
 
 _MOST_IN_A_ROW = 10
-"""Bad steps that are left out one behind the other before a run ends all the same: its model has most often diverged."""
+"""Consecutive skipped steps before the run ends nevertheless, because the model has most likely diverged."""
 
 _OVERFLOW = Label(kind="agreement on overflow", subject="the step")
 
@@ -153,29 +154,29 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class NonFiniteCheck:
-    """Looks at each step's gradient norm, and stops the run or skips the step where the norm is not finite, by `nonfinite`.
+    """Checks each step's gradient norm. If the norm is not finite, ends the run or skips the step, as `nonfinite` says.
 
-    On the host the norm is at hand. On an accelerator reading it would stop the device's queue, so with `nonfinite: stop` a
-    step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
-    kernels back from writing. A step that is to be skipped has to be known as such before it: then the norm is read at once.
-    Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run goes on.
+    On the CPU the norm is read at once. On an accelerator, a read would stall the device's queue. So with `nonfinite: stop` a
+    step's norm is read at the next step, and the run ends one step later with the same message. Until then `found_inf` keeps
+    kernels from writing. With `nonfinite: skip` the norm is read before the step. If a loss scaler has unscaled the gradients,
+    nothing is checked here: the scaler itself skips bad steps.
 
-    The ranks find the same norm, and so come to the same answers.
+    All ranks compute the same norm, so they decide alike.
 
     Args:
-        model: whose parameters an error names.
-        config: with `nonfinite`.
-        among: the ranks with a share of the gradients.
-        transport: of the ranks that step together.
-        speaks: whether this rank tells of skipped steps.
+        model: the model with the parameters' names, for errors.
+        config: the config with `nonfinite`.
+        among: the ranks with a part of the gradients.
+        transport: connects the ranks that step together.
+        speaks: whether this rank logs skipped steps.
 
     Attributes:
-        found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
-            else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
-        skipped: steps that were not taken.
-        was_skipped: whether the last step was not taken.
-        skips: whether the step that is about to be taken is to be skipped.
-        has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
+        found_inf: one float32 element on the training device, 1 if the last checked gradients are not finite, else 0. None if
+            kernels did not count, or if the step is to run in any case.
+        skipped: number of skipped steps.
+        was_skipped: whether the last step was skipped.
+        skips: whether the coming step is to be skipped.
+        has_skipped: whether another optimizer of this engine has already skipped the same step.
     """
 
     def __init__(
@@ -194,51 +195,51 @@ class NonFiniteCheck:
         self._in_a_row = 0
         self.skipped = 0
         self.was_skipped = self.skips = self.has_skipped = False
-        # Of the step's micro-batches until now, where the model returns one; the host has not waited for them.
+        # The losses of the step's micro-batches so far, None if the model returned no loss. The host has not waited for them.
         self._losses: list[torch.Tensor | None] = []
 
     def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
         """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
 
         Args:
-            found_inf: float32 scalar, above 0 where this rank has one.
+            found_inf: float32 scalar, above 0 if this rank has such a gradient.
 
         Returns:
             1.0 or 0.0 in a float32 scalar, the same on all ranks.
         """
         self._unscaled.add(optimizer)
-        # The scaler decides about this step: kernels must not be held back by a look at earlier gradients.
+        # The scaler decides about this step, so a check of earlier gradients must not keep kernels from writing.
         self.found_inf = None
         return (self._among.agree_sum(found_inf.reshape(1), _OVERFLOW)[0] > 0).float()
 
     def is_due(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether nobody has looked at the gradients that the optimizer is about to step with."""
+        """Whether the gradients of the optimizer's coming step are still unchecked."""
         return self._wanted and not self._has_looked and optimizer not in self._unscaled
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when the step is sure to come: the next one's gradients are others."""
+        """Called when the step is certain to run, because the next step needs a new check."""
         self._has_looked = False
         self._unscaled.discard(optimizer)
 
     def forget(self) -> None:
-        """Called behind each backward: the gradients are others."""
+        """Called after each backward, because new gradients need a new check."""
         self._has_looked = self.skips = self.has_skipped = False
 
     def look(self, measured: Measured, *, at_all: bool) -> float | None:
         """Returns a NaN or infinite norm, the same on all ranks; None for a finite one.
 
         Args:
-            at_all: these are all gradients.
+            at_all: whether these are all gradients.
         """
         self._has_looked = at_all
         self.found_inf = None
         if not self._wanted or self._unscaled:
             return None
-        # Kernels read this on the device, and leave the parameters of a bad step unchanged.
+        # Kernels read this value on the device, and do not change parameters in a bad step.
         self.found_inf = measured.found_inf
         value = HostValue(measured.norm.detach())
-        # On an accelerator a read stops the queue: with `stop`, the norm is read at the next step. A skip must be known
-        # before its step.
+        # On an accelerator a read stalls the queue, so with `stop` the norm is read at the next step. A skip must be decided
+        # before the step.
         at_once = self._may_skip or measured.norm.device.type == "cpu"
         last, self._last = (value, None) if at_once else (self._last, value)
         return None if last is None or math.isfinite(last.value()) else last.value()
@@ -253,10 +254,10 @@ class NonFiniteCheck:
         )
 
     def found(self, norm: float, rows: Sequence[Row]) -> None:
-        """Called when the gradients of the coming step have a norm that is not finite. Collective.
+        """Called if the gradient norm of the coming step is not finite. Collective.
 
         Args:
-            rows: this rank's, with their gradients.
+            rows: this rank's rows with their gradients.
 
         Raises:
             NonFiniteGradientError: the run is to end.
@@ -268,11 +269,11 @@ class NonFiniteCheck:
                 "`nonfinite: ignore` takes them."
             )
         if self.skips:
-            # Measured again, after a clip of some of the parameters.
+            # A second clip in the same step has measured the norm again.
             return
         self.skips = True
         self._in_a_row += 1
-        # Collective: on all ranks, also those that do not print.
+        # Collective, so all ranks call this, even the ranks that do not log.
         where = self._where_from(rows)
         if self._in_a_row > _MOST_IN_A_ROW:
             raise NonFiniteGradientError(
@@ -280,7 +281,7 @@ class NonFiniteCheck:
                 f"before. {where}Resume from a checkpoint with a lower learning rate, or without "
                 "the data that causes this."
             )
-        # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.
+        # Log the 1st, 2nd, 4th, 8th... skipped step, because a run may skip thousands.
         count = self.skipped + 1
         if self._speaks and count & (count - 1) == 0:
             _log.warning(
@@ -292,34 +293,34 @@ class NonFiniteCheck:
             )
 
     def skip(self) -> None:
-        """Called in a step that is skipped, when its gradients have been dropped."""
+        """Called in a skipped step, after its gradients have been dropped."""
         self.skipped += 1
         self.was_skipped = self.has_skipped = True
 
     def end_step(self, *, is_taken: bool) -> None:
-        """Called behind each step, and each that was skipped."""
+        """Called after each step, including skipped steps."""
         self.forget_batches()
         if is_taken:
             self.was_skipped = False
             self._in_a_row = 0
 
-    # ---- which micro-batches the step had, to name the one that brought a gradient that is not finite ----
+    # ---- losses of the step's micro-batches, to name the one with a NaN or infinite loss ----
 
     def note_batch(self, outputs: object) -> None:
-        """Keeps the loss, where the model returns one, behind each forward that trains."""
+        """Keeps the loss of a training forward, or None if the model returns no loss."""
         found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
         if found is None and isinstance(outputs, Mapping):
             found = outputs.get("loss")
         is_loss = isinstance(found, torch.Tensor) and found.numel() == 1
-        # Detached: the loss's graph would keep the micro-batch's activations until the step.
+        # Detached, because the graph of the loss would keep the micro-batch's activations until the step.
         self._losses.append(found.detach() if is_loss and isinstance(found, torch.Tensor) else None)
 
     def forget_batches(self) -> None:
-        """The micro-batches until now are none of this step's."""
+        """Drops the losses noted so far, which belong to no future step."""
         self._losses.clear()
 
     def _where_from(self, rows: Sequence[Row]) -> str:
-        """Where a gradient that is not finite comes from, in sentences; the same on all ranks. Collective."""
+        """Describes the source of a NaN or infinite gradient in sentences, equal on all ranks. Collective."""
         place_of = {name: place for place, (name, _) in enumerate(self._model.named_parameters())}
         mine = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
         bad_losses = [
@@ -330,7 +331,7 @@ class NonFiniteCheck:
         known = sum(loss is not None for loss in self._losses)
         rank = dist.get_rank() if dist.is_initialized() else 0
         everyone = self._transport.exchange((rank, mine, bad_losses, known))
-        # Backward goes from the last parameter to the first: what is wrong in a layer is wrong in all those before it.
+        # Backward runs from the last parameter to the first, so a bad gradient makes the gradients of all earlier layers bad.
         names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
         return f"{_of_parameters(names)}{self._of_batches(everyone)}"
 

@@ -1,4 +1,4 @@
-"""The order of a training step: forward, backward, clip, step, parameters back."""
+"""The order of a training step: forward, backward, clip, step, gather of parameters."""
 
 import os
 from collections import Counter, deque
@@ -44,35 +44,35 @@ from .backward import Gradients, never_asked
 from .gradient_store import GradientStore, Landing, choose_store
 from .sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 
-# ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
+# ---- Edits through `.data`, which autograd does not count, so the masters would not follow ----
 
 _STEPS = 2
 
 
 class UncountedEdits:
-    """Compares parameters with their masters before the first steps: a script that edits through `.data` does so in each.
+    """Compares parameters with their masters before the first steps. A script with edits through `.data` makes them in each step.
 
     Args:
-        buckets: of trained parameters.
-        holder: has the masters.
+        buckets: the trained buckets.
+        holder: stores the masters.
 
     Attributes:
-        watched: buckets of which some of the first steps are still to come.
+        watched: buckets that are still compared before their next step.
     """
 
     def __init__(self, buckets: Iterable[Bucket], holder: StateHolder):
         self._holder = holder
         self._steps: Counter[Bucket] = Counter()
-        # Behind a wire of blocks, parameters are not what their masters are.
+        # If parameters are sent in quantized blocks, they differ from their masters.
         exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
         self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
 
     def refuse(self, buckets: Iterable[Bucket], exchange: Exchange) -> None:
-        """Called before a step of some buckets. Collective if some are watched.
+        """Called before a step of some buckets. Collective if some of the buckets are watched.
 
         Raises:
-            RuntimeError: on all ranks, for an edit on one that is not counted. A rank that raised alone would leave the others
-                in the step.
+            RuntimeError: on all ranks, if one rank has an uncounted edit. If only that rank raised, the others would hang in the
+                step.
         """
         watched = self.watched.intersection(buckets)
         if watched:
@@ -82,14 +82,14 @@ class UncountedEdits:
 
     @torch.no_grad()
     def _find(self, watched: Iterable[Bucket]) -> RuntimeError | None:
-        """Returns the error for an edit on this rank. The host waits once for each device that has masters."""
+        """Returns the error for an edit on this rank. The host waits once for each device with masters."""
         compared: dict[torch.device, list[tuple[Row, torch.Tensor]]] = {}
         for bucket in watched:
             self._steps[bucket] += 1
             if self._steps[bucket] == _STEPS:
                 self.watched.remove(bucket)
             values = bucket.memory.read_own()
-            # In the memory of the masters, which may be in several places.
+            # Compare on the masters' devices, of which there may be several.
             own = {values.device: values}
             for row in (row for row in bucket.rows if self._waits(row)):
                 master = cast(torch.Tensor, self._holder.master_view(row))
@@ -111,20 +111,21 @@ class UncountedEdits:
 
     @staticmethod
     def _waits(row: Row) -> bool:
-        # A class whose step calls its parent's comes here a second time, when masters have been stepped.
+        # A class whose step calls its parent's step gets here a second time, after the masters have been stepped.
         return row.tensor.grad is not None and row.slot.version == row.slot.parameter._version
 
 
-# AdaLoRA (Zhang et al. 2023): `update_and_allocate` reads gradients behind the step and masks weights, here on whole ones.
+# AdaLoRA (Zhang et al. 2023): `update_and_allocate` reads gradients after the step and masks weights. Both are whole here.
 
 _NAME = "update_and_allocate"
-"""Of peft's AdaLoRA models: called by the script behind the optimizer's step and before `zero_grad`."""
+"""Method of peft's AdaLoRA models. The script calls the method after the optimizer's step and before `zero_grad`."""
 
 
 class RankAllocation:
     """Replaces the method on one module, and keeps whole gradients of the module's trained parameters for the method.
 
-    The gradients are gathered before each step: a step drops them, and the method comes behind the step. Adapters are small.
+    The gradients are gathered before each step, because the step drops them and the method runs after the step. Adapters are
+    small, so the copies need little memory.
     """
 
     def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter]):
@@ -134,11 +135,11 @@ class RankAllocation:
         module.__dict__[_NAME] = self
 
     def remove(self) -> None:
-        """Gives the module its class's method again."""
+        """Restores the method of the module's class."""
         self._module.__dict__.pop(_NAME, None)
 
     def before_step(self) -> None:
-        """Gathers the gradients that a step is about to drop. Collective."""
+        """Gathers the gradients before the step drops them. Collective."""
         engine = engine_attached_to(self._trained[0])
         if engine is not None:
             self._gradients = {parameter: engine.full_grad(parameter) for parameter in self._trained}
@@ -148,18 +149,18 @@ class RankAllocation:
         engine = engine_attached_to(self._trained[0])
         if engine is None:
             return stock(self._module, *args, **kwargs)
-        # Called before the step: the gradients that were kept are those of an earlier step.
+        # The script calls the method before the step, so the kept gradients belong to an earlier step.
         if any(_is_waiting(parameter.grad) for parameter in self._trained):
             self.before_step()
         with ExitStack() as stack, engine.gathered(self._trained, writeback=True, purpose=f"{_NAME}()"):
             for parameter in self._trained:
-                # The stand-in comes back at the end: a backward without `zero_grad` would reduce the whole gradient once more.
+                # Restore the stand-in afterwards. A backward without `zero_grad` would otherwise reduce the whole gradient again.
                 stack.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = self._gradients.get(parameter)
             return stock(self._module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        # The copy of the module is trained by no engine.
+        # The copied module has no engine, so it gets the plain method.
         return getattr(memo[id(self._module)], _NAME)
 
     def __reduce__(self) -> tuple:
@@ -167,7 +168,7 @@ class RankAllocation:
 
 
 def rank_allocations(model: nn.Module, trained: Sequence[nn.Parameter]) -> list[RankAllocation]:
-    """One for each module of the model that has the method."""
+    """Returns an object for each module of the model with the method and trained parameters."""
     held = set(trained)
     found = []
     for module in model.modules():
@@ -178,29 +179,29 @@ def rank_allocations(model: nn.Module, trained: Sequence[nn.Parameter]) -> list[
 
 
 def _is_waiting(gradient: torch.Tensor | None) -> bool:
-    """Whether no step has been taken with a gradient yet."""
+    """Whether a gradient still waits for its step."""
     return isinstance(gradient, ShardedGradient) and not gradient.is_spent
 
 
 # ---- Hooks around a forward, a backward and `optimizer.step()` ----
 
 # [Note: the order of a step]
-# - Reductions start inside of backward, and are waited for at its end: they run beside autograd's kernels, and what comes
-#   behind backward, a clip or the script's own look at gradients, finds all of them reduced.
-# - Gathers of the last step end before the next one begins: they send from the shards that the optimizer writes.
-# - Masters follow edits of parameters before gradients are judged: a skipped step keeps the edits, too.
-# - Gradients are judged before any row is stepped. A step that has begun cannot be taken back.
-# - Masters are written back, and outer steps taken, before parameters are gathered: ranks send what the next forward reads.
-# - Checksums of owned parts are noted before the gather, which may write over a copy that a flipped bit has changed: nobody
-#   could tell any more whose copy was wrong.
-# - Rows count as known behind the gathers' start: what a script writes later is an edit of its own.
+# - Reductions start during backward and are awaited at its end. They overlap with autograd's kernels, and after backward, a
+#   clip or a script that reads gradients finds all of them reduced.
+# - Gathers of the last step end before the next step begins, because they send from the shards that the optimizer writes.
+# - Masters follow edits of parameters before gradients are checked, so even a skipped step keeps the edits.
+# - Gradients are checked before any row is stepped, because a step cannot be undone.
+# - Masters are written back, and outer steps run, before parameters are gathered. So ranks send the values for the next forward.
+# - Checksums of owned parts are recorded before the gather. The gather may overwrite a copy that a flipped bit has changed, and
+#   then nobody could find out whose copy was wrong.
+# - After the gathers' start, all earlier writes to rows count as known. A later write is an edit by the script.
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
 _STOP = Label(kind="agreement on a stop", subject="the step")
 
 
 class TrainingState(Enum):
-    """Where a training step is on this rank; the value is the name that logs of collectives and reports of late ranks have."""
+    """This rank's phase of a training step. The values appear in logs of collectives and in reports of late ranks."""
 
     BETWEEN = "between steps"
     FORWARD = "forward"
@@ -211,21 +212,21 @@ class TrainingState(Enum):
 
 
 class TrainingStep:
-    """Hooks on a model and its optimizers: forward, backward, clip, step, parameters back. See [Note: the order of a step].
+    """Hooks on a model and its optimizers, which run a training step. See [Note: the order of a step].
 
     Args:
-        engine: lives as long as the optimizers, whose hooks keep this object.
+        engine: kept alive by this object, and so by the optimizers, whose hooks keep this object.
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
-        optimizers: the user's, each over this rank's rows.
-        row_writes: sees what a script writes to those rows between steps.
-        store: where gradients lie between backward and the step.
-        settings: of the step, which all ranks must share.
-        gradients: takes them from autograd.
-        last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
-        has_rescue: whether somebody looks after passes that run out of memory.
-        stop_due: the number of the signal for which all ranks stop behind the last step; 0 for none.
+        optimizers: the user's optimizers, each over this rank's rows.
+        row_writes: detects a script's writes to these rows between steps.
+        store: keeps gradients between backward and the step.
+        settings: settings of the step, which must be equal on all ranks.
+        gradients: receives gradients from autograd.
+        last_norm: the last measured gradient norm, a scalar that the host has not read; None before the first.
+        has_rescue: whether a caller handles passes that run out of memory.
+        stop_due: the number of the signal for which all ranks stop after the last step; 0 for none.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class TrainingStep:
         self._model = model
         self._parts = parts
         self._config = parts.config
-        # Stage 3: parameters come and go with the layers.
+        # Stage 3 gathers and drops parameters layer by layer.
         self._gathers_layers = not parts.sharded.is_empty
         self._no_sync_depth = 0
         self._has_inner_backwards = False
@@ -268,11 +269,11 @@ class TrainingStep:
             parts.sharded.schedule.count_starts(self.gradients.starts, step_transport)
             self.store.steps = parts.wire.steps
             self.gradients.starts.has_steps = parts.wire.steps is not None
-        # The parameters that a clip was asked for last, and the answer of `_rows_of`.
+        # The parameters of the last clip, and the cached result of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
-        # What a step has written back so far, what it has still to send, and whether it sends buckets as they are stepped.
+        # During a step: buckets written back, buckets still to be sent, and whether each bucket is sent as soon as it is stepped.
         self._written: set[Bucket] = set()
         self._to_send: deque[Bucket] = deque()
         self._sends_early = self._waits_for_outer_step = False
@@ -282,7 +283,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
-        # Early steps begin as reductions end: a wait for all reductions at the end of backward would leave no time for them.
+        # Early steps begin as reductions end. If all reductions were awaited at the end of backward, no step would be early.
         most = gradient_buffers.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             d2h=parts.tier.d2h,
@@ -311,10 +312,10 @@ class TrainingStep:
         return sharded
 
     def install(self, entries: Mapping[nn.Module, nn.Module]) -> list:
-        """Hooks, with a `remove` each, on the models' parameters and on what the script calls.
+        """Registers hooks on the models' parameters and on the modules that the script calls; returns objects with a `remove`.
 
         Args:
-            entries: module that the script calls → the model that it calls by that.
+            entries: maps each module that the script calls to the model inside.
         """
         self._entries = dict(entries)
         replicas = self._parts.replicas
@@ -335,7 +336,7 @@ class TrainingStep:
     def _watch(self, model: nn.Module, entry: nn.Module) -> list:
         return [
             entry.register_forward_pre_hook(self._begins),
-            # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
+            # Also after an exception. Otherwise the hooks of `offload.activations` would stay, and the root would seem to run.
             entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
             *self._watch_batches(entry),
             *self._parts.parameter_places.watch(model, entry),
@@ -357,13 +358,13 @@ class TrainingStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the script is inside of `no_sync`, or has set `no_sync`'s flag of DDP on the model."""
+        """Whether the script is inside `no_sync`, or has set DDP's `no_sync` flag on the model."""
         flags = (entry.__dict__.get("require_backward_grad_sync", True) for entry in self._entries)
         return self._no_sync_depth > 0 or not all(flags)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Passes that only accumulate; see `ZeroEngine.no_sync`."""
+        """Makes passes inside only accumulate; see `ZeroEngine.no_sync`."""
         self._no_sync_depth += 1
         self._choose_reducing()
         try:
@@ -378,7 +379,7 @@ class TrainingStep:
 
     @contextmanager
     def inner_backwards(self) -> Iterator[None]:
-        """Runs a backward whose hooks run others; see `ZeroEngine.inner_backwards`."""
+        """Runs a backward whose hooks run more backwards; see `ZeroEngine.inner_backwards`."""
         ended = self.gradients.ended
         self._has_inner_backwards = True
         self._choose_reducing()
@@ -388,13 +389,13 @@ class TrainingStep:
             self._has_inner_backwards = False
             reduced = self.gradients.reducing
             self._choose_reducing()
-        # Another engine's loss leaves this engine's gradients alone.
+        # If no backward of this engine has ended inside, the loss was another engine's, and there is nothing to reduce.
         if not reduced and self.gradients.reducing and self.gradients.ended > ended:
             self.gradients.reduce_accumulated()
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Passes that reduce, also inside of `no_sync`; see `ZeroEngine.sync`."""
+        """Makes passes inside reduce, even inside `no_sync`; see `ZeroEngine.sync`."""
         depth, reducing = self._no_sync_depth, self.gradients.reducing
         self._no_sync_depth, self.gradients.reducing = 0, True
         try:
@@ -412,10 +413,10 @@ class TrainingStep:
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
         allow_norms_of(set(map(BUCKET_OF, rows)))
-        # The norm before the coefficient, over all ranks: each rank then scales by the same number.
+        # The norm is over all ranks, so each rank scales by the same coefficient.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
-        # A tensor on an accelerator would make the host wait.
+        # To read a tensor on an accelerator, the host would have to wait.
         self.settings.clip = None if isinstance(max_norm, torch.Tensor) else (float(max_norm), float(norm_type))
         bad = nonfinite.look(measured, at_all=is_of_all)
         if bad is not None:
@@ -430,21 +431,21 @@ class TrainingStep:
         return measured.norm
 
     def _rows_of(self, parameters: Iterable[nn.Parameter] | None) -> tuple[Iterable[Row], bool]:
-        """Returns this rank's rows of some parameters, and whether these are all parameters of the engine."""
+        """Returns this rank's rows of some parameters, and whether they are all parameters of the engine."""
         row_of, slot_of = self._parts.row_of, self._parts.slot_of
         if parameters is None:
             return row_of.values(), True
         asked = list(parameters)
-        # The same ones in each step of most scripts. To look a parameter up takes two calls of Python, for its hash.
+        # Most scripts pass the same parameters in each step. Each lookup would cost two Python calls, for the parameter's hash.
         if len(asked) != len(self._asked) or not all(map(is_, asked, self._asked)):
             wanted = dict.fromkeys(parameter for parameter in asked if parameter in slot_of)
             rows = [row_of[parameter] for parameter in wanted if parameter in row_of]
-            # By the parameters and not by the rows: the ranks must come to the same answer.
+            # Compare parameters, not rows, so that all ranks get the same answer.
             self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
         return self._found
 
     def _look_for_flipped_bits(self) -> None:
-        """Before gradients are called bad: those of a rank whose parameters were harmed often are."""
+        """Compares replicas before gradients are reported as bad, because corrupted parameters are a common cause."""
         replicas, step = self._parts.replicas, self._log.step
         if replicas is not None:
             self._parts.parameter_gather.finish_all()
@@ -453,13 +454,13 @@ class TrainingStep:
             replicas.compare(step + 1, self._changes_of_gathered())
 
     def _watch_values(self, replicas: ReplicaCheck, step: int) -> None:
-        """Has values that last for less than a step noted, if copies are compared before the update that makes this step."""
+        """Records checksums of values that last for less than a step, if copies are compared before this step's update."""
         replicas.watch(step)
         for unit in self._units:
             unit.unseen.watch(is_told=replicas.watches)
 
     def _changes_of_gathered(self) -> list[tuple[list[ParameterSlot], torch.Tensor]]:
-        """Returns what `UnseenEdits` has found for all ranks, and forgets it."""
+        """Returns and clears the findings of `UnseenEdits` that all ranks compare."""
         found = [unit.unseen.for_all_ranks for unit in self._units]
         for unit in self._units:
             unit.unseen.for_all_ranks = None
@@ -475,17 +476,17 @@ class TrainingStep:
             yield sharded, [bucket for bucket in self._parts.buckets if bucket.key.optimizer == index]
 
     def share(self, buckets: Iterable[Bucket]) -> None:
-        """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
+        """Starts sending this rank's part of some buckets to the ranks with whole parameters."""
         parts = self._parts
         if parts.mesh.dp.groups.shard_size > 1:
             parts.parameter_gather.start([bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)])
 
-    # ---- a pass that fails ----
+    # ---- failed passes ----
 
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
-        # In the order of the other ranks' pass: buffers before their forward, reductions in their backward.
+        # In the order of the other ranks' collectives: buffers before their forward, reductions in their backward.
         for buffers in self._parts.model_buffers.values():
             buffers.after_pass(failed=failed)
         if failed and self.gradients.ended == ended_before:
@@ -493,7 +494,7 @@ class TrainingStep:
         mine = torch.tensor([failed], dtype=torch.uint8)
         mesh = self._parts.mesh
         among = mesh.dp.transport if mesh.split.is_empty else mesh.world
-        # Agreement before the drop: a micro-batch that one rank repeats alone would leave the others in a collective.
+        # Agree before the drop. If only one rank repeated a micro-batch, the others would hang in a collective.
         if not among.agree_max(mine, _FAILED).item():
             return False
         self.gradients.discard()
@@ -505,7 +506,7 @@ class TrainingStep:
     def _before_forward(self, module: nn.Module, _args: tuple) -> None:
         parts = self._parts
         if is_in_backward() or parts.sharded.gathered.is_lent:
-            # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
+            # Activation checkpointing runs the forward again inside backward, and a saver runs a forward on one rank.
             return
         if torch.is_grad_enabled():
             self._refuse_in_fork()
@@ -516,7 +517,7 @@ class TrainingStep:
             parts.tier.cores.release()
         parts.holder.before_forward()
         for sharded in self.optimizers:
-            # Before backward: early steps use the state there.
+            # Before backward, because early steps use the state during backward.
             sharded.follow_state_edits()
         if self._gathers_layers:
             parts.sharded.before_forward()
@@ -535,14 +536,14 @@ class TrainingStep:
             return None
         model = self._entries.get(entry)
         if model is None:
-            # accelerate's compilation by regions calls a copy of the module, which has the same parameters.
+            # With regional compilation, accelerate calls a copy of the module with the same parameters.
             first = next(entry.parameters())
             model = next(each for each in self._entries.values() if any(p is first for p in each.parameters()))
         return of_models.get(model)
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether parts of the model may be compiled: all parameters arrive first, since their guards must not be traced."""
+        """Whether parts of the model may be compiled. Then all parameters must arrive first, so no guard of theirs is traced."""
         compiled = compiled_frames()
         if not self._waits_at_the_root and compiled != self._compiled_frames:
             self._compiled_frames = compiled
@@ -550,9 +551,9 @@ class TrainingStep:
         return self._waits_at_the_root
 
     def _refuse_in_fork(self) -> None:
-        """Raises RuntimeError in a process forked from the engine's: the group of ranks there is of another time.
+        """Raises RuntimeError in a process forked from the engine's process, because the process group was created before.
 
-        Behind a launcher that forks each rank, as `notebook_launcher` does, all ranks would train alone.
+        With a launcher that forks each rank, as `notebook_launcher` does, every rank would train a separate model.
         """
         here = os.getpid()
         if here != self._process:
@@ -567,13 +568,14 @@ class TrainingStep:
             parts.activations.end()
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
-        # A forward of a saver, on one rank, has no backward.
+        # A saver's forward on one rank has no backward.
         if torch.is_grad_enabled() and not parts.sharded.gathered.is_lent:
             self._enter(TrainingState.BACKWARD)
-            # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
+            # As in DDP, the flags at the time of the forward decide about the backward after it.
             self._choose_reducing()
             self.gradients.watch(outputs)
-            # Checkpointing ends a repeated forward by an exception: counted again, its micro-batch would shift those behind.
+            # Checkpointing ends a recomputed forward by an exception, without outputs. If such a forward counted, the numbers of
+            # later micro-batches would be wrong.
             if outputs is not None:
                 parts.nonfinite.note_batch(outputs)
             buffers = self._buffers_of(module)
@@ -597,29 +599,29 @@ class TrainingStep:
             refuse_norms_of(self._parts.buckets)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        # Unless another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
+        # Otherwise another backward adds to the gradients that `grad_accumulation: sharded` has reduced.
         if self._parts.holder.timing.steps_early and not (self.store.goes_on or self._has_inner_backwards):
             self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
     # ---- the optimizer's step ----
 
     def _before_step(self, sharded: ShardedOptimizer, buckets: Sequence[Bucket], *, is_first: bool) -> bool:
-        """Returns whether the step is to be taken.
+        """Returns whether to run the step.
 
         Args:
-            is_first: the step of the first of the engine's optimizers, which steps are counted by.
+            is_first: the engine's first optimizer is stepped, which counts the steps.
         """
         _refuse_inside_backward()
         optimizer, self._sends_early = sharded.optimizer, False
-        # The optimizer's own step may take norms of its rows; scripts may not between backward and step.
+        # The optimizer's own step may compute norms of its rows; scripts may not between backward and step.
         allow_norms_of(buckets)
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.STEP)
-        # Before the step changes parameters: a failed pass that ends here gathers them with their old values.
+        # Before the step changes parameters, because the end of a failed pass still gathers their old values.
         self.gradients.recover()
-        # Before anything else of the step: gathers still read the shards that the optimizer writes.
+        # Before any write of the step, because gathers still read the shards that the optimizer writes.
         self._end_reads()
-        # A gradient that was only accumulated is this rank's alone: a step would make the ranks differ.
+        # A gradient that was only accumulated differs between ranks, so a step would make their parameters differ.
         self.gradients.refuse_unreduced()
         if self.gradients.settings_differ:
             self.gradients.settings_differ = False
@@ -628,11 +630,11 @@ class TrainingStep:
         replicas = self._parts.replicas
         if replicas is not None:
             replicas.before_update(self._log.step, optimizer, buckets)
-            # In the first steps at once: a flipped bit would be taken for an edit of the script's.
+            # Compare in each of the first steps. Otherwise `_uncounted_edits` would report a flipped bit as a script's edit.
             if is_first and (self._uncounted_edits.watched or replicas.is_due(self._log.step + 1)):
                 replicas.compare(self._log.step + 1, self._changes_of_gathered())
             if is_first:
-                # From here on: this update's own gathers come before the next comparison.
+                # Watch for the next comparison from here on, since this update's gathers precede it.
                 self._watch_values(replicas, self._log.step + 2)
         if is_first:
             for allocation in self.allocations:
@@ -651,14 +653,14 @@ class TrainingStep:
             self.gradients.drop()
             nonfinite.skip()
             return False
-        # Reversed: gradients fill buckets from the last layer on, and the next forward reads the first layer first.
+        # Reversed, because gradients fill buckets from the last layer on, and the next forward reads the first layer first.
         self._written, self._to_send = set(), deque(reversed(buckets))
-        # Without anything to send, all masters are written back together.
+        # If nothing is sent, all masters are written back together.
         is_sent = self._parts.tier.is_apart or any(isinstance(bucket.memory, UnshardedMemory) for bucket in buckets)
         self._sends_early = is_sent and self._may_send_early and sharded.keeps_stepped_rows
         if self._parts.tier.cores is not None:
             self._parts.tier.cores.take()
-        # A clip has left its own name.
+        # A clip above has set its own state.
         self._enter(TrainingState.STEP)
         return True
 
@@ -670,7 +672,7 @@ class TrainingStep:
             )
 
     def _end_reads(self) -> None:
-        # The last gathers still send from the shards that the optimizer is about to write, and copies read its masters.
+        # The last gathers still send from the shards that the optimizer is about to write, and running copies read its masters.
         self._parts.parameter_gather.finish_all()
         if self._parts.tier.is_apart:
             self._parts.tier.h2d.wait()
@@ -680,7 +682,7 @@ class TrainingStep:
     def _after_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
     ) -> None:
-        """`is_first`: as of `_before_step`."""
+        """`is_first`: as in `_before_step`."""
         if is_taken:
             self._hand_over(optimizer, buckets)
         if is_first:
@@ -691,20 +693,20 @@ class TrainingStep:
         if is_first:
             self.settings.steps += 1
             self.stop_due = self._stop_of_all_ranks()
-            # A stop that is still wanted is asked for again in the next step.
+            # A rank that still wants to stop asks again in the next step.
             self.gradients.stop_agreed = 0
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
         if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
-            # Values under a gather would differ between ranks that are alike.
+            # While gathers write, values would differ even between equal replicas.
             parts.parameter_gather.finish_all()
             parts.copies.compare_values(self._log.step)
 
     def _stop_of_all_ranks(self) -> int:
-        """The signal that some rank of the run had in this step; 0 for none, and between outer steps.
+        """Returns the largest signal number of all ranks of the run in this step; 0 for none, and between outer steps.
 
-        Ranks that step together have told each other at the end of backward. Where others belong to the run, one more message
-        is sent: between the parts of a split model, and at outer steps.
+        Ranks that step together have agreed at the end of backward. If the run has more ranks, as with a split model or outer
+        steps, one more message is sent.
         """
         mesh, gradients = self._parts.mesh, self.gradients
         if gradients.stop_asked is never_asked or mesh.dp.groups.world_size == mesh.world_groups.world_size:
@@ -716,21 +718,22 @@ class TrainingStep:
 
     @property
     def _may_send_early(self) -> bool:
-        """Whether a bucket may be sent as soon as it is stepped, before the others are.
+        """Whether a bucket may be sent as soon as it is stepped, before the other buckets are.
 
-        A disk may fail under one rank, behind whose step the others would wait. Outer steps and checksums come before a send.
+        False with NVMe: a disk may fail on one rank, and the other ranks would wait for its sends. Also False if outer steps or
+        checksums must run before a send.
         """
         config = self._config
         waits = config.check_replicas_every > 0 or self._parts.mesh.dp.all_groups.outer is not None
         return not waits and "nvme" not in (config.offload.optimizer, config.offload.params)
 
     def _bucket_stepped(self, bucket: Bucket) -> None:
-        """Writes a bucket back, and sends all stepped buckets up to the first unstepped one, in the order of all ranks."""
+        """Writes a bucket back, then sends stepped buckets in the order of all ranks, up to the first unstepped one."""
         if not self._sends_early:
             return
         with bucket.tier.h2d.aside():
             self._parts.holder.write_back([bucket])
-        # The step's own writes are known: the next forward would refuse them as a script's unsent writes.
+        # Count the step's writes as known. Otherwise the next forward would refuse them as unsent writes by the script.
         self.row_writes.follow([bucket])
         self._written.add(bucket)
         while self._to_send and self._to_send[0] in self._written:
@@ -741,7 +744,7 @@ class TrainingStep:
         self._enter(TrainingState.STEP)
         parts.holder.after_step()
         left = [bucket for bucket in buckets if bucket not in self._written]
-        # Masters into parameters before any send: the gather reads the parameters' shard.
+        # Copy masters into parameters before any send, because the gather reads the parameters' shard.
         parts.holder.write_back(left)
         if parts.tier.cores is not None:
             parts.tier.cores.release()
@@ -751,15 +754,15 @@ class TrainingStep:
             if self._gathers_layers:
                 parts.sharded.follow_step(bucket, stepped)
         for bucket in buckets:
-            # Gradients go before the gathers begin: their memory is free for the buffers of these.
+            # Free gradients before the gathers begin, so that the gathers can use the memory.
             self.store.release(bucket)
         if parts.replicas is not None:
             parts.replicas.after_update(optimizer, buckets)
-        # Last: what is sent must be stepped, written back and, with outer steps, averaged.
+        # Sent last, because the values must be stepped, written back and, with outer steps, averaged.
         self.share(self._to_send)
         self.row_writes.follow(left)
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
-            # No all-gather comes between their copies and those that read them.
+            # No all-gather orders the copies of these buckets before the kernels that read them, so the device waits here.
             parts.tier.h2d.hold_up_device()
         if parts.parameter_tier.files is not None:
             parts.parameter_tier.files.end_step()
