@@ -162,7 +162,7 @@ def _on_loopback() -> dict[str, str]:
 
 
 PARENT_VARIABLE = "HF_ZERO_LAUNCHED_BY"
-"""Environment variable with the process with which a launcher ends."""
+"""Environment variable with the parent process of a launcher or a rank, which ends with it."""
 _LOOK_S, _LAST_S = 0.25, 5.0
 
 
@@ -182,7 +182,9 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     """Runs `accelerate launch ...`. The store of its ranks listens on the loopback address only."""
     if PARENT_VARIABLE in os.environ:
-        end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+        end_with_parent(int(os.environ[PARENT_VARIABLE]))
+        # For the ranks, which get these variables.
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
     from accelerate.commands.accelerate_cli import main as accelerate_main
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 

@@ -7,14 +7,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import dill  # type: ignore[import-untyped]  # dill has no types. `datasets` requires it.
+import psutil
 
 from ..config import ConfigError
 from ..config.checks import shown
@@ -24,6 +28,7 @@ from .launcher import PARENT_VARIABLE, end_with_parent, launch_of
 
 _GRACE_S = 5.0
 """Time for torchrun and its workers to exit after SIGTERM. After it, the remaining processes are killed."""
+_LOOK_S = 0.05
 
 
 def launch(
@@ -107,38 +112,79 @@ def _free_port() -> int:
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     """Runs the launcher and shows its output. Ends all ranks when this call returns or raises."""
     own = {PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment | own,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C reaches only this process, which then ends the ranks.
-        start_new_session=True,
-    )
-    assert process.stdout is not None
     text = codecs.getincrementaldecoder("utf-8")("replace")
+    process: subprocess.Popen | None = None
     try:
+        with _interrupts_wait():
+            process = subprocess.Popen(
+                command,
+                env=os.environ | environment | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches only this process, which then ends the ranks.
+                start_new_session=True,
+            )
+        assert process.stdout is not None
         # Not line by line, because a progress bar writes no newline until full.
         while piece := os.read(process.stdout.fileno(), 65536):
             sys.stdout.write(text.decode(piece))
             sys.stdout.flush()
         return process.wait()
     finally:
-        _end(process)
-        process.stdout.close()
+        with _interrupts_wait():
+            if process is not None:
+                _end(process)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Delays an interrupt until the block has ended.
+
+    An interrupt inside of `Popen` would leave a launcher that the caller does not know. A second one, while the ranks of the
+    first one end, would leave ranks.
+    """
+    former = signal.getsignal(signal.SIGINT)
+    if not callable(former) or threading.current_thread() is not threading.main_thread():
+        # Python calls handlers in the main thread only.
+        yield
+        return
+    waiting: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if waiting:
+            former(*waiting[0])
 
 
 def _end(process: subprocess.Popen) -> None:
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
+    """Ends the launcher and all processes started by it, and waits for them."""
+    with process:
+        if process.poll() is not None:
+            return
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        # Ranks started after this list was made notice the launcher's end and exit.
+        for rank in started:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        until = time.monotonic() + _GRACE_S
+        while any(map(_is_alive, started)) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Returns False for a zombie too: in a container whose first process does not reap, ranks stay zombies."""
     try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        # The ranks notice the launcher's end and exit.
-        process.kill()
-        process.wait()
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _first_error(folder: Path) -> str:
@@ -151,7 +197,8 @@ def _first_error(folder: Path) -> str:
 
 def main() -> None:
     """Calls the function stored in a folder by `launch`. The last command-line argument is the folder."""
-    end_with_parent(os.getppid())
+    # Not `os.getppid()`: if the launcher was killed while this rank started, that is another process already.
+    end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     folder, rank = Path(sys.argv[-1]), os.environ.get("RANK", "0")
     if rank != "0":
         # Show only the output of rank 0. `launch` reports errors of the other ranks.
