@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ..comm.all_or_none import Exchange, Result, all_results_or_none
+from ..comm.all_or_none import Exchange, Merge, Merged, Result, all_results_or_none, merged_or_none
 from ..device import enter_thread, in_units
 from .files import (
     MARK,
@@ -52,16 +53,24 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
     Raises:
         CheckpointError: on every rank, with the first failing rank's reason.
     """
-    return all_results_or_none(
-        exchange,
-        work,
-        # Expect every error. With an unexpected one, this rank would raise a different class from the other ranks.
-        expected=(Exception,),
-        tell=lambda error: str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
-        error=lambda rank, reason: CheckpointError(
-            f"hf_zero: rank {rank} could not {doing}: {reason.rstrip('.')}. {then}"
-        ),
-    )
+    return all_results_or_none(exchange, work, expected=_ANY, tell=_reason, error=partial(_failed, doing, then))
+
+
+def merged_on_all_ranks(merge: Merge, rank: int, work: Callable[[], Merged], *, doing: str, then: str) -> Merged:
+    """Works like `on_all_ranks`, and returns the merged results of all ranks. Collective."""
+    return merged_or_none(merge, rank, work, expected=_ANY, tell=_reason, error=partial(_failed, doing, then))
+
+
+_ANY = (Exception,)
+"""Expect every error. With an unexpected one, this rank would raise a different class from the other ranks."""
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _failed(doing: str, then: str, rank: int, reason: str) -> CheckpointError:
+    return CheckpointError(f"hf_zero: rank {rank} could not {doing}: {reason.rstrip('.')}. {then}")
 
 
 # ---- Which ranks write to the same disk: all hosts may share one, or each host has its own ----

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from ..comm.all_or_none import Exchange
+from ..comm.all_or_none import Exchange, Merge
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout.boxes import Box
 from ..layout.dealing import aligned
-from ..layout.intervals import Interval, even_cuts
+from ..layout.intervals import Cuts, EvenCuts, Interval, joined_cuts, joined_intervals, without_ranks
 from ..versions import __version__
-from .commit import on_all_ranks
+from .commit import merged_on_all_ranks, on_all_ranks
 from .files import SAVE_KEY, CheckpointError, Written
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRows, row_file
 
@@ -572,6 +572,103 @@ _THEN = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowsOfRanks:
+    """Describes the rows of some ranks, in as few `EvenCuts` as their shards allow.
+
+    The ranks merge these in rounds until each has the rows of all ranks. Shards have equal sizes, so neither a message nor its
+    parsing grows with the number of ranks times the number of buckets.
+
+    Attributes:
+        ranks: intervals of the ranks in this.
+        shapes: parameter name → whole shape.
+        scalars: parameter name → state that is one value for all elements.
+        own_shapes: parameter name → kind → shape, of state tensors of another shape than the parameter's.
+        rows: (parameter name, its kinds and their dtypes, box) → the cuts of its rows and their ranks.
+    """
+
+    ranks: tuple[Interval, ...]
+    shapes: dict[str, tuple[int, ...]]
+    scalars: dict[str, dict[str, Any]]
+    own_shapes: dict[str, dict[str, tuple[int, ...]]]
+    rows: "dict[tuple[str, tuple[tuple[str, str], ...], Box | None], list[Cuts]]"
+
+    @classmethod
+    def of_rank(
+        cls,
+        rank: int,
+        rows: Iterable[Row],
+        *,
+        shapes: dict[str, tuple[int, ...]],
+        scalars: dict[str, dict[str, Any]],
+        own_shapes: dict[str, dict[str, tuple[int, ...]]],
+        boxes: Mapping[str, Box],
+    ) -> "RowsOfRanks":
+        """Describes the rows of one rank. Arguments as of `plan_rows`."""
+        # By interval: the kinds of a parameter's state are mostly cut at the same elements.
+        parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
+        for kind, name, interval, tensor in rows:
+            parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))
+        found: dict[tuple[str, tuple[tuple[str, str], ...], Box | None], list[Cuts]] = {}
+        for (name, (start, stop)), kinds in parts.items():
+            cuts = EvenCuts(start, stop, 0, stop), range(rank, rank + 1)
+            found.setdefault((name, tuple(kinds), boxes.get(name)), []).append(cuts)
+        return cls(ranks=(Interval(rank, rank + 1),), shapes=shapes, scalars=scalars, own_shapes=own_shapes, rows=found)
+
+    def merged(self, other: "RowsOfRanks") -> "RowsOfRanks":
+        """Returns the rows of the ranks of both."""
+        # In the last round of messages, both may have the rows of a rank.
+        is_double = any(mine.intersect(theirs) for mine in self.ranks for theirs in other.ranks)
+        rows = dict(self.rows)
+        for key, added in other.rows.items():
+            if is_double:
+                added = [part for each in added for part in without_ranks(*each, self.ranks)]
+            rows[key] = joined_cuts([*rows[key], *added]) if key in rows else added
+        return RowsOfRanks(
+            ranks=tuple(joined_intervals([*self.ranks, *other.ranks])),
+            shapes=self.shapes | other.shapes,
+            scalars=self.scalars | _of_either(self.scalars, other.scalars),
+            own_shapes=self.own_shapes | _of_either(self.own_shapes, other.own_shapes),
+            rows=rows,
+        )
+
+    def manifest(self, world_size: int, stage: int, optimizers: Sequence[dict[str, Any]]) -> Manifest:
+        """Returns the manifest of these rows, in an order that does not depend on the order of merges."""
+        kinds: dict[str, dict[str, None]] = {}
+        rows: list[SavedRows] = []
+        index = {name: number for number, name in enumerate(self.shapes)}
+
+        def place(key: Any) -> tuple[int, str]:
+            return index.get(key[0], len(index)), repr(key)
+
+        for name, of_part, box in sorted(self.rows, key=place):
+            kinds.setdefault(name, {}).update((kind, None) for kind, _ in of_part if kind != WEIGHTS)
+            for cuts, ranks in self.rows[name, of_part, box]:
+                rows.extend(
+                    SavedRows(kind=kind, name=name, cuts=cuts, ranks=ranks, dtype=dtype, box=box)
+                    for kind, dtype in of_part
+                )
+        return Manifest(
+            world_size=world_size,
+            stage=stage,
+            shapes=self.shapes,
+            kinds={name: tuple(found) for name, found in kinds.items() if found},
+            rows=tuple(rows),
+            scalars=dict(sorted(self.scalars.items(), key=place)),
+            optimizers=tuple(optimizers),
+            own_shapes=dict(sorted(self.own_shapes.items(), key=place)),
+            versions=dict(versions_of(*_LIBRARIES)),
+        )
+
+
+def _of_either(mine: Mapping[str, dict], theirs: Mapping[str, dict]) -> dict[str, dict]:
+    """Returns the values of both; of two different ones the same one on all ranks, whose manifests must be equal."""
+    return {
+        name: value if name not in mine or mine[name] == value else min(mine[name], value, key=repr)
+        for name, value in theirs.items()
+    }
+
+
 def plan_rows(
     folder: Path,
     *,
@@ -583,7 +680,7 @@ def plan_rows(
     shapes: dict[str, tuple[int, ...]],
     scalars: dict[str, dict[str, Any]],
     optimizers: Callable[[], Sequence[dict[str, Any]]],
-    exchange: Exchange,
+    merge: Merge,
     own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
     boxes: Mapping[str, Box] | None = None,
 ) -> tuple[Manifest, list[Piece]]:
@@ -593,7 +690,7 @@ def plan_rows(
         save: ID of the save, the same on every rank.
         shapes, scalars: for the parameters of this rank's rows.
         optimizers: returns JSON values, the same on every rank; raises if an optimizer cannot be saved.
-        exchange: gathers an object of each rank.
+        merge: merges the values of all ranks.
         own_shapes: name → kind → shape, for this rank's state tensors whose shape differs from the parameter's.
         boxes: name → the box of the parameter whose elements this rank's intervals count, if it is not the whole parameter.
 
@@ -602,7 +699,7 @@ def plan_rows(
     """
     file = row_file(rank, world_size)
 
-    def lay_out_own() -> dict[str, Any]:
+    def lay_out_own() -> RowsOfRanks:
         # Called here: if an optimizer cannot be saved, all ranks raise together.
         described.extend(optimizers())
         folder.mkdir(parents=True, exist_ok=True)
@@ -624,25 +721,14 @@ def plan_rows(
             )
             for kind, name, _, tensor in rows
         )
-        # Group by interval to keep the reports small, as every rank gets all of them. A parameter's kinds of state mostly have
-        # the same cuts.
-        parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
-        for kind, name, interval, tensor in rows:
-            parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))
-        own = {name for _, name, _, _ in rows}
-        return {
-            "shapes": shapes,
-            "scalars": _plain(scalars),
-            "rows": [(name, tuple(interval), tuple(kinds)) for (name, interval), kinds in parts.items()],
-            "own_shapes": own_shapes or {},
-            "rank": rank,
-            "boxes": {name: box for name, box in (boxes or {}).items() if name in own},
-        }
+        return RowsOfRanks.of_rank(
+            rank, rows, shapes=shapes, scalars=_plain(scalars), own_shapes=own_shapes or {}, boxes=boxes or {}
+        )
 
     pieces: list[Piece] = []
     described: list[dict[str, Any]] = []
-    reports = on_all_ranks(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
-    return replace(_manifest(reports, world_size, stage, described), save=save), pieces
+    rows_of_all = merged_on_all_ranks(merge, rank, lay_out_own, doing=f"write to {folder}", then=_THEN)
+    return replace(rows_of_all.manifest(world_size, stage, described), save=save), pieces
 
 
 def write_pieces(
@@ -673,40 +759,6 @@ def write_live(pieces: LivePieces, folder: Path, exchange: Exchange, manifest: M
     """Writes pieces whose values are about to change; returns the manifest as `write_pieces` does. Collective."""
     on_all_ranks(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
     return replace(manifest, written=tuple(pieces.written))
-
-
-def _manifest(
-    reports: Sequence[dict[str, Any]], world_size: int, stage: int, optimizers: Sequence[dict[str, Any]]
-) -> Manifest:
-    shapes: dict[str, tuple[int, ...]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    kinds: dict[str, dict[str, None]] = {}
-    alike: dict[tuple[str, tuple[tuple[str, str], ...], Box | None], list[tuple[Interval, int]]] = {}
-    for report in reports:
-        shapes.update(report["shapes"])
-        scalars.update(report["scalars"])
-        own_shapes.update(report["own_shapes"])
-        for name, interval, of_part in report["rows"]:
-            alike.setdefault((name, of_part, report["boxes"].get(name)), []).append((interval, report["rank"]))
-    rows: list[SavedRows] = []
-    for (name, of_part, box), parts in alike.items():
-        kinds.setdefault(name, {}).update((kind, None) for kind, _ in of_part if kind != WEIGHTS)
-        for cuts, ranks in even_cuts(parts):
-            rows.extend(
-                SavedRows(kind=kind, name=name, cuts=cuts, ranks=ranks, dtype=dtype, box=box) for kind, dtype in of_part
-            )
-    return Manifest(
-        world_size=world_size,
-        stage=stage,
-        shapes=shapes,
-        kinds={name: tuple(found) for name, found in kinds.items() if found},
-        rows=tuple(rows),
-        scalars=scalars,
-        optimizers=tuple(optimizers),
-        own_shapes=own_shapes,
-        versions=dict(versions_of(*_LIBRARIES)),
-    )
 
 
 @cache

@@ -6,8 +6,8 @@ Callers pass a function that exchanges a small value between the ranks.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -70,6 +70,58 @@ def all_results_or_none(
 
     raise_on_all(exchange_both, fault, expected=expected, error=error, tell=tell)
     return results
+
+
+class Mergeable(Protocol):
+    """A picklable value that covers some ranks."""
+
+    def merged(self: "Merged", other: "Merged") -> "Merged":
+        """Returns a value that covers the ranks of both. The values may cover the same ranks."""
+
+
+Merged = TypeVar("Merged", bound=Mergeable)
+Merge = Callable[[Any], Any]
+"""Returns the values of all ranks, each `Mergeable`, merged into one. Collective."""
+
+
+@dataclass(frozen=True)
+class _Outcomes(Generic[Merged]):
+    """Merges the results of ranks, and the reports of failed ranks by rank."""
+
+    result: Merged | None
+    told: dict[int, Any] = field(default_factory=dict)
+
+    def merged(self, other: "_Outcomes[Merged]") -> "_Outcomes[Merged]":
+        told = self.told | other.told
+        if self.result is None or other.result is None or told:
+            # All ranks are about to raise.
+            return _Outcomes(None, told)
+        return _Outcomes(self.result.merged(other.result))
+
+
+def merged_or_none(
+    merge: Merge,
+    rank: int,
+    work: Callable[[], Merged],
+    *,
+    expected: Errors,
+    error: Callable[[int, Any], Exception],
+    tell: Callable[[Exception], Any] = str,
+) -> Merged:
+    """Works like `all_or_none`, and returns the merged results of all ranks. Collective: one merge, after the work.
+
+    A rank receives merged values only, so their size does not grow with the number of ranks if that of a merged value does not.
+    """
+    result, fault = _attempt(work)
+    found: list[Merged | None] = []
+
+    def merge_both(told: object) -> list:
+        outcomes: _Outcomes[Merged] = merge(_Outcomes(result, {} if told is None else {rank: told}))
+        found.append(outcomes.result)
+        return [outcomes.told.get(each) for each in range(max(outcomes.told, default=-1) + 1)]
+
+    raise_on_all(merge_both, fault, expected=expected, error=error, tell=tell)
+    return cast(Merged, found[0])
 
 
 def raise_on_all(

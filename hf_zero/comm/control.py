@@ -6,13 +6,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..presence.arrivals import CommunicationError, PeerFailure
 from ..presence.rank_state import script_line
+from .all_or_none import Merged
 from .collective_log import first_line
 from .groups import Groups
 from .ledger import Watch
@@ -203,6 +204,21 @@ class _Largest:
         return self._found
 
 
+class _Merging:
+    """Values merged into one. As a maximum does, the merged value may cover a rank twice."""
+
+    same_nbytes = 0
+
+    def __init__(self, own: Any):
+        self.found = own
+
+    def data(self, _count: int) -> bytes:
+        return pickle.dumps(self.found)
+
+    def add(self, data: bytearray) -> None:
+        self.found = self.found.merged(pickle.loads(data))
+
+
 def _bytes_of(values: torch.Tensor) -> bytes:
     return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -215,7 +231,7 @@ class _Exchange:
         head: the beginning of the messages of all ranks in this exchange.
     """
 
-    def __init__(self, control: "Control", values: "_Listed | _Largest", head: bytes):
+    def __init__(self, control: "Control", values: "_Listed | _Largest | _Merging", head: bytes):
         self._control = control
         self._values = values
         self._head = head
@@ -362,6 +378,13 @@ class Control:
         everyone = values.in_order(self._index)
         return [value if index == self._index else pickle.loads(data) for index, data in enumerate(everyone)]
 
+    def merge(self, value: Merged, purpose: str) -> Merged:
+        """Returns the values of all ranks merged into one. A message is as large as a merged value. Raises like `exchange`."""
+        values = _Merging(value)
+        with self._watch.inside(purpose):
+            self._start(values, purpose)()
+        return values.found
+
     def start_swap(self, own: torch.Tensor, purpose: object, *, stacks: bool = False) -> Callable[[], torch.Tensor]:
         """Sends a small tensor in host memory, and returns without waiting for the other ranks.
 
@@ -383,7 +406,7 @@ class Control:
 
         return take
 
-    def _start(self, values: "_Listed | _Largest", purpose: str) -> Callable[[], None]:
+    def _start(self, values: "_Listed | _Largest | _Merging", purpose: str) -> Callable[[], None]:
         """Starts an exchange; returns a function to wait for all ranks. Overlapping exchanges start in the same order."""
         if self._open is not None:
             # The later rounds of the open exchange come first on all ranks. The exchange may also belong to a pass ended by an
@@ -434,6 +457,9 @@ class FakeControl:
 
     def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         return [value] * self._size
+
+    def merge(self, value: Merged, purpose: str) -> Merged:
+        return value
 
     def start_swap(self, own: torch.Tensor, purpose: object, *, stacks: bool = False) -> Callable[[], torch.Tensor]:
         return (lambda: own.expand(self._size, *own.shape)) if stacks else (lambda: own)

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from ..device import SideQueue
 from ..presence.store_barrier import StoreBarrier, call_of
 from ..presence.watchdog import Watchdog, watch_over
+from .all_or_none import Merged
 from .collective_log import ENDED
 from .control import GatherOrder, control_of, rounds
 from .groups import Groups, RankGroup
@@ -191,6 +192,14 @@ class Transport(ABC):
             purpose: the same on all ranks. If ranks pass different purposes, all of them raise an error.
         """
 
+    @abstractmethod
+    def merge(self, value: Merged, purpose: str = "merge of values") -> Merged:
+        """Returns every rank's picklable `value`, merged into one on the way, so that messages do not hold a value of each rank.
+
+        Args:
+            purpose: as of `exchange`.
+        """
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataParallelGroup:
@@ -259,6 +268,9 @@ class LocalTransport(Transport):
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return [value]
+
+    def merge(self, value: Merged, purpose: str = "merge of values") -> Merged:
+        return value
 
     def _nothing(self, label: Label) -> Handle:
         return Handle(label, self.ledger, lambda: None)
@@ -487,6 +499,9 @@ class CollectiveTransport(Transport):
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._control.exchange(value, purpose)
+
+    def merge(self, value: Merged, purpose: str = "merge of values") -> Merged:
+        return self._control.merge(value, purpose)
 
     def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         """Sends this rank's small host tensor. The returned function waits for all ranks' tensors, in rank order."""

@@ -191,7 +191,7 @@ def convert(
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
             optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
-            exchange=_alone,
+            merge=lambda rows: rows,
         )
         manifest = write_pieces(pieces, temporary / ZERO_FOLDER, _alone, manifest, moved.by)
         seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)

@@ -448,7 +448,7 @@ def plan_state(
         scalars=saved.scalars,
         # Called inside the collective work, so an optimizer that cannot be saved fails on all ranks.
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
-        exchange=engine.world.exchange,
+        merge=engine.world.merge,
         own_shapes=own_shapes,
         boxes=engine.state.boxes(),
     )

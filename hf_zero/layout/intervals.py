@@ -94,6 +94,13 @@ class EvenCuts:
         start = self.cut + (index - 1) * self.numel
         return Interval(start, min(start + self.numel, self.stop))
 
+    def of(self, indices: range) -> "EvenCuts":
+        """Returns the intervals with these indices, which are neighbors."""
+        start, cut = self.interval(indices[0])
+        stop = self.interval(indices[-1]).stop
+        # The last interval may be shorter than the others.
+        return EvenCuts(start, cut, min(self.numel, stop - cut), stop)
+
     def about(self, wanted: Interval) -> range:
         """Returns the indices of the intervals that share an element with `wanted`."""
         common = self.whole.intersect(wanted)
@@ -125,3 +132,49 @@ def even_cuts(parts: Iterable[tuple[Interval, int]]) -> list[tuple[EvenCuts, ran
     if count:
         found.append((EvenCuts(start, cut, numel, stop), range(first, last + 1, step)))
     return found
+
+
+Cuts = tuple[EvenCuts, range]
+"""Parts of one tensor, and the evenly spaced ranks that have them."""
+
+
+def joined_cuts(pieces: Iterable[Cuts]) -> list[Cuts]:
+    """Joins parts of one tensor on different ranks into as few `EvenCuts` as `even_cuts` makes of all of them."""
+    found: list[Cuts] = []
+    for piece in sorted(pieces, key=lambda piece: (piece[0].start, piece[1].start)):
+        joined = _join(*found[-1], *piece) if found else None
+        if joined is None:
+            found.append(piece)
+        else:
+            found[-1] = joined
+    return found
+
+
+def _join(one: EvenCuts, of_one: range, other: EvenCuts, of_other: range) -> Cuts | None:
+    """Joins parts with the parts after them; returns None if they are not evenly cut together."""
+    step, first = of_other.start - of_one[-1], other.cut - other.start
+    if one.stop != other.start or step < 1 or one.cut == one.start or first == 0:
+        return None
+    if any(len(ranks) > 1 and ranks.step != step for ranks in (of_one, of_other)):
+        return None
+    numel = one.numel or first
+    # After an interval shorter than `numel` there is no other.
+    if (one.stop - one.cut) % numel or first > numel or (other.numel and first < numel):
+        return None
+    if other.numel > numel or (len(of_other) > 2 and other.numel < numel):
+        return None
+    return EvenCuts(one.start, one.cut, numel, other.stop), range(of_one.start, of_other[-1] + 1, step)
+
+
+def without_ranks(cuts: EvenCuts, ranks: range, gone: Iterable[Interval]) -> list[Cuts]:
+    """Returns the parts of the ranks that are in none of these intervals of ranks."""
+
+    def index(rank: int) -> int:
+        """Index of the first rank that is not below this one."""
+        return min(len(ranks), max(0, -((ranks.start - rank) // ranks.step)))
+
+    there = Interval(0, len(ranks))
+    left = uncovered(there, [Interval(index(start), index(stop)) for start, stop in gone])
+    # A single rank has step 1.
+    kept = [(each, ranks[each.start : each.stop]) for each in left]
+    return [(cuts.of(range(*each)), own if len(own) > 1 else range(own[0], own[0] + 1)) for each, own in kept]

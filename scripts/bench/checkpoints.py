@@ -14,8 +14,10 @@ import argparse
 import dataclasses
 import gc
 import os
+import pickle
 import shutil
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +33,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
 
 from hf_zero.checkpoint.files import FileRecord, chunks_in
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedRows, row_file
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
+from hf_zero.checkpoint.writer import RowsOfRanks
+from hf_zero.comm.control import rounds
 from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
-from hf_zero.layout.intervals import Interval, even_cuts
+from hf_zero.layout.intervals import Interval, even_cuts, joined_intervals
 
 LIMIT_S = 900
 
@@ -246,42 +250,74 @@ WORLD_SIZES = (8, 64, 512, 4096)
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
-def manifest_of(parameters: int, numel: int, bucket_bytes: int, ranks: int) -> tuple[Manifest, int]:
-    """Returns the manifest made by `plan_rows` for a model's layout, and the number of rows it describes."""
+Held = list[tuple[str, Interval]]
+"""Parameters and their elements that one rank has."""
+
+
+def held_by(parameters: int, numel: int, bucket_bytes: int, ranks: int) -> tuple[list[ParameterSpec], list[Held]]:
+    """Returns the parameters of a model, and for each rank what it has of them."""
     specs = [
         ParameterSpec(name=f"model.layers.{i}.weight", numel=numel // parameters, key="x") for i in range(parameters)
     ]
-    parts: dict[str, list[tuple[Interval, int]]] = {}
-    numels = [0] * ranks
+    held: list[Held] = [[] for _ in range(ranks)]
     for bucket in plan_buckets(specs, bucket_numel=bucket_bytes // 2, shards=ranks):
         for rank in range(ranks):
-            for row in rows_of_shard(bucket, rank):
-                parts.setdefault(row.name, []).append((row.in_parameter, rank))
-                numels[rank] += len(KINDS) * row.in_parameter.numel
-    records = [FileRecord(size=4 * each, xxh3=("0" * 16,) * chunks_in(4 * each)) for each in numels]
-    manifest = Manifest(
-        world_size=ranks,
-        stage=3,
+            held[rank] += [(row.name, row.in_parameter) for row in rows_of_shard(bucket, rank)]
+    return specs, held
+
+
+def rows_of(specs: list[ParameterSpec], held: list[Held], ranks: Iterable[int]) -> RowsOfRanks:
+    """Returns what `plan_rows` has of these ranks after they have merged their rows."""
+    parts: dict[str, list[tuple[Interval, int]]] = {}
+    for rank in ranks:
+        for name, interval in held[rank]:
+            parts.setdefault(name, []).append((interval, rank))
+    kinds = tuple((kind, "F32") for kind in KINDS)
+    return RowsOfRanks(
+        ranks=tuple(joined_intervals(Interval(rank, rank + 1) for rank in ranks)),
         shapes={spec.name: (spec.numel,) for spec in specs},
-        kinds={spec.name: KINDS for spec in specs},
-        rows=tuple(
-            SavedRows(kind=kind, name=name, cuts=cuts, ranks=held, dtype="F32")
-            for name, of_name in parts.items()
-            for cuts, held in even_cuts(of_name)
-            for kind in KINDS
-        ),
         scalars={spec.name: {"step": {"dtype": "float32", "value": 1.0}} for spec in specs},
-        optimizers=(),
-        files={f"zero/{row_file(rank, ranks)}": record for rank, record in enumerate(records)},
+        own_shapes={},
+        rows={(name, kinds, None): even_cuts(of_name) for name, of_name in parts.items()},
     )
-    return manifest, len(KINDS) * sum(map(len, parts.values()))
+
+
+def merge_rows(specs: list[ParameterSpec], held: list[Held]) -> tuple[RowsOfRanks, int, float]:
+    """Merges the rows of all ranks on one of them, in the rounds of `Control`; returns them, received bytes and CPU seconds."""
+    size, rank = len(held), len(held) // 2
+    mine, known, received, cpu_s = rows_of(specs, held, [rank]), 1, 0, 0.0
+    for distances in rounds(size):
+        # What each sender has merged in the rounds before, as its message.
+        messages = [
+            pickle.dumps(rows_of(specs, held, [(rank - far - near) % size for near in range(known)]))
+            for far in distances
+        ]
+        received += sum(map(len, messages))
+        clocks = Clocks()
+        pickle.dumps(mine)
+        for message in messages:
+            mine = mine.merged(pickle.loads(message))
+        cpu_s += clocks.spent().cpu_s
+        known = min(size, known + known * len(distances))
+    return mine, received, cpu_s
 
 
 def show_manifests() -> None:
-    print("model  ranks       rows  entries       bytes  without checksums  write s  read s")
+    print(
+        "model  ranks       rows  entries       bytes  without checksums  write s  read s  received  in a list  merge s"
+    )
     for model, sizes in LARGE.items():
         for ranks in WORLD_SIZES:
-            manifest, rows = manifest_of(*sizes, ranks)
+            specs, held = held_by(*sizes, ranks)
+            merged, received, merge_s = merge_rows(specs, held)
+            own = pickle.dumps(rows_of(specs, held, [0]))
+            numels = [len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held]
+            records = [FileRecord(size=4 * each, xxh3=("0" * 16,) * chunks_in(4 * each)) for each in numels]
+            manifest = merged.manifest(ranks, 3, ()).with_files(
+                {f"zero/{row_file(rank, ranks)}": record for rank, record in enumerate(records)}
+            )
+            rows = len(KINDS) * sum(map(len, held))
+            assert sum(len(each.ranks) for each in manifest.rows) == rows
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "zero"
                 path.mkdir()
@@ -296,7 +332,7 @@ def show_manifests() -> None:
             checksums = sum(len("".join(record.xxh3)) for record in manifest.files.values())
             print(
                 f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  {nbytes - checksums:>17,}  "
-                f"{write_s:>7.2f} {read_s:>7.2f}",
+                f"{write_s:>7.2f} {read_s:>7.2f}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}",
                 flush=True,
             )
 
@@ -310,7 +346,7 @@ def main() -> None:
         repeats=3,
         stages=[1, 3],
         folder=(Path, "on the disk to measure; the system's temporary folder otherwise"),
-        manifests=(False, "bytes and CPU seconds of manifests of large models on many ranks, and nothing else"),
+        manifests=(False, "bytes and CPU seconds of manifests of large models on many ranks, of files and of saves"),
     )
     if options.manifests:
         show_manifests()

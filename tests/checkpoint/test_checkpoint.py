@@ -4,7 +4,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +33,7 @@ from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, c
 from hf_zero.checkpoint.manifest import Manifest, SavedRow, joined_rows, row_file
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks, row_faults
-from hf_zero.checkpoint.writer import plan_rows, versions_of, write_pieces
+from hf_zero.checkpoint.writer import RowsOfRanks, plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
 from hf_zero.layout.boxes import Box
@@ -50,9 +50,9 @@ def save_alone(folder, rows, scalars=None) -> Manifest:
 
 def save_of_ranks(folder, rows_of_ranks, scalars=None) -> Manifest:
     """Saves as these ranks would, one after the other."""
-    told: list[object] = []
+    merged: list = []
 
-    def plan(rank: int, exchange) -> tuple[Manifest, list]:
+    def plan(rank: int) -> tuple[Manifest, list]:
         return plan_rows(
             folder,
             rank=rank,
@@ -63,15 +63,15 @@ def save_of_ranks(folder, rows_of_ranks, scalars=None) -> Manifest:
             shapes={"w": (10, 3)},
             scalars=scalars or {},
             optimizers=list,
-            exchange=exchange,
+            merge=merge,
         )
 
-    def exchanged(value: object) -> list:
-        told.append(value)
-        return told
+    def merge(value):
+        merged.append(merged[-1].merged(value) if merged else value)
+        return merged[-1]
 
     ranks = range(len(rows_of_ranks))
-    planned = [plan(rank, exchanged) for rank in ranks]
+    planned = [plan(rank) for rank in ranks]
     manifest = planned[-1][0]
     for _, pieces in planned:
         manifest = write_pieces(pieces, folder, lambda value: [value], manifest)
@@ -97,9 +97,9 @@ def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
 sizes = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(["a", "b"])), min_size=1, max_size=8)
 
 
-@given(sizes, st.booleans(), st.integers(1, 3000), st.integers(1, 40), st.integers(1, 3))
+@given(sizes, st.booleans(), st.integers(1, 3000), st.integers(1, 40), st.integers(1, 3), st.randoms())
 def test_a_written_manifest_can_be_read_and_has_the_rows_of_all_ranks(
-    tmp_path_factory, sizes, intact, cap, shards, parts
+    tmp_path_factory, sizes, intact, cap, shards, parts, random
 ):
     specs = [ParameterSpec(name=f"p{i}", numel=n, key=key, intact=intact) for i, (n, key) in enumerate(sizes)]
     shapes = {spec.name: (parts * spec.numel, 2) for spec in specs}
@@ -121,18 +121,27 @@ def test_a_written_manifest_can_be_read_and_has_the_rows_of_all_ranks(
         for kind in ("master", "exp_avg")
     ]
     files = [row_file(rank, shards * parts) for rank in range(shards * parts)]
-    manifest = Manifest(
-        world_size=shards * parts,
-        stage=2,
-        shapes=shapes,
-        kinds={spec.name: ("master", "exp_avg") for spec in specs},
-        rows=joined_rows(rows),
-        scalars={},
-        optimizers=(),
-        files={f"zero/{file}": FileRecord(size=0, xxh3=("0" * 16,)) for file in files},
-    )
-    # One entry for all ranks that share a tensor, in any order of the reports.
-    assert len(manifest.rows) <= 2 * parts * len(specs) and set(joined_rows(reversed(rows))) == set(manifest.rows)
+    of_rank = [
+        RowsOfRanks.of_rank(
+            rank,
+            [(row.kind, row.name, row.interval, torch.empty(0)) for row in rows if row.rank == rank],
+            shapes=shapes,
+            scalars={},
+            own_shapes={},
+            boxes=boxes[rank % parts] if parts > 1 else {},
+        )
+        for rank in range(shards * parts)
+    ]
+    # The ranks' values are merged in any order, and some ranks' twice.
+    at = random.randrange(len(of_rank) + 1)
+    some, others = of_rank[at:] + of_rank[: at // 2], of_rank[:at]
+    random.shuffle(others)
+    merged = [reduce(RowsOfRanks.merged, each) for each in (some, others) if each]
+    files_of_all = {f"zero/{file}": FileRecord(size=0, xxh3=("0" * 16,)) for file in files}
+    manifest = reduce(RowsOfRanks.merged, merged).manifest(shards * parts, 2, ()).with_files(files_of_all)
+    # One entry for all ranks that share a tensor, in any order of the values.
+    assert len(manifest.rows) <= 2 * parts * len(specs)
+    assert set(joined_rows(reversed(rows))) == set(joined_rows(rows)) == set(manifest.rows)
     expanded = [row for each in manifest.rows for row in each]
     assert len(expanded) == len(rows) and set(expanded) == set(rows)
     assert manifest.writers() == sorted({row.rank for row in rows}) and row_faults(manifest) == []

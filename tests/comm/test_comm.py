@@ -478,6 +478,19 @@ def test_exchanges_reach_all_ranks_in_few_messages(size):
     assert sum(map(len, rounds(4096))) <= 2 * 8
 
 
+class Heard(frozenset):
+    """Numbers of ranks, merged as a set."""
+
+    def merged(self, other: "Heard") -> "Heard":
+        return Heard(self | other)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 10, 28, 64])
+def test_a_merge_covers_all_ranks(size):
+    found, _ = controls_of(size, lambda control, rank: control.merge(Heard([rank]), "merge of ranks"))
+    assert found == [Heard(range(size))] * size
+
+
 @pytest.mark.parametrize(("size", "odd"), [(3, 1), (8, 0), (8, 5), (11, 10)])
 def test_a_rank_of_many_that_comes_to_a_different_call_is_named_on_all(size, odd):
     def call(control: Control, rank: int) -> None:

@@ -16,7 +16,7 @@ from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
-from hf_zero.layout.intervals import Interval, doubly_covered, even_cuts, uncovered
+from hf_zero.layout.intervals import Interval, doubly_covered, even_cuts, joined_cuts, uncovered, without_ranks
 from hf_zero.layout.pieces import pieces_for
 from hf_zero.offload.copies import landing_in, widen_in_place
 from hf_zero.step.gradient_store import BufferPool
@@ -312,3 +312,25 @@ def test_cuts_of_any_parts_have_exactly_these_parts(drawn, start, numel):
     for cuts, ranks in joined:
         held = [index for index in range(len(ranks)) if cuts.interval(index).intersect(wanted)]
         assert list(cuts.about(wanted)) == held
+
+
+@example([(0, 3, 1), (0, 3, 1), (0, 2, 1)], [1, 0, 0], Interval(61, 62))
+@given(
+    st.lists(often_even, max_size=30),
+    st.lists(st.integers(0, 3), min_size=30, max_size=30),
+    st.tuples(st.integers(58, 95), st.integers(0, 20)).map(lambda each: Interval(each[0], sum(each))),
+)
+def test_cuts_that_are_joined_in_any_groups_have_exactly_their_parts(drawn, group_of, gone):
+    parts, end, rank = [], 0, 60
+    for gap, size, step in drawn:
+        rank += step
+        parts.append((Interval(end + gap, end + gap + size), rank))
+        end += gap + size
+    groups = [[part for part, group in zip(parts, group_of) if group == each] for each in range(4)]
+    joined = joined_cuts([cuts for group in groups for cuts in even_cuts(group)])
+    assert all(cuts.is_valid and cuts.count == len(ranks) for cuts, ranks in joined)
+    assert sorted(parts) == sorted((cuts.interval(i), rank) for cuts, ranks in joined for i, rank in enumerate(ranks))
+    left = [part for each in joined for part in without_ranks(*each, [gone])]
+    assert all(cuts.is_valid and cuts.count == len(ranks) for cuts, ranks in left)
+    kept = sorted(part for part in parts if not gone.start <= part[1] < gone.stop)
+    assert kept == sorted((cuts.interval(i), rank) for cuts, ranks in left for i, rank in enumerate(ranks))

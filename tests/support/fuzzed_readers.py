@@ -228,7 +228,12 @@ def manifests(folder: Path) -> Reader:
 
     def save(boxes: bool) -> bytes:
         shape = (6, 4)
-        told: list[object] = []
+        merged: list = []
+
+        def merge(value):
+            merged.append(merged[-1].merged(value) if merged else value)
+            return merged[-1]
+
         planned = []
         for rank in range(3):
             part = Interval(8 * rank, 8 * rank + 8)
@@ -245,7 +250,7 @@ def manifests(folder: Path) -> Reader:
                     shapes={"w": shape, "v": (3, 2)},
                     scalars={name: {"step": torch.tensor(2.0)} for name in "wv"},
                     optimizers=lambda: [{"class": "A", "groups": [{"settings": {"lr": 1}, "parameters": ["w", "v"]}]}],
-                    exchange=lambda value: told.append(value) or told,
+                    merge=merge,
                     own_shapes={"v": {"row_factor": (3,)}} if rank == 1 else {},
                     boxes={"w": Box.whole(shape).split(0, 3, rank)} if boxes else {},
                 )
