@@ -1,6 +1,7 @@
 """The order of a training step: forward, backward, clip, step, gather of parameters."""
 
 import os
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,8 +28,8 @@ from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
 from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
-from ..config import ConfigError
-from ..device import Arrival
+from ..config import AUTO, ConfigError
+from ..device import Arrival, in_units
 from ..engine.assemble import Parts, refuse_disagreement
 from ..engine.buffers import ModelBuffers
 from ..engine.compiled import compiled_frames, is_compiled
@@ -247,6 +248,7 @@ class TrainingStep:
         self._gathers_layers = not parts.sharded.is_empty
         self._no_sync_depth = 0
         self._has_inner_backwards = False
+        self._has_told_of_mini_batches = False
         self._entries: dict[nn.Module, nn.Module] = {}
         self.has_rescue = False
         self.stop_due = 0
@@ -392,6 +394,25 @@ class TrainingStep:
         # If no backward of this engine has ended inside, the loss was another engine's, and there is nothing to reduce.
         if not reduced and self.gradients.reducing and self.gradients.ended > ended:
             self.gradients.reduce_accumulated()
+        elif reduced and self.gradients.ended > ended + 1:
+            self._tell_of_mini_batches(self.gradients.ended - ended)
+
+    def _tell_of_mini_batches(self, count: int) -> None:
+        """Warns once, on rank 0, that each mini-batch of a loss is reduced, unless the settings ask for that."""
+        groups = self._parts.mesh.dp.groups
+        if self._has_told_of_mini_batches or self._config.grad_accumulation != AUTO or groups.world_size == 1:
+            return
+        self._has_told_of_mini_batches = True
+        if groups.rank == 0:
+            whole = sum(bucket.layout.numel * bucket.precision.reduce.itemsize for bucket in self._parts.buckets)
+            warnings.warn(
+                f"hf_zero: the loss runs a backward for each of its {count} mini-batches, and each of these reduces the "
+                f"gradients: a step sends them {count} times, and DDP once. Set `grad_accumulation: local` "
+                f"(`--zero stage={self._config.stage},grad_accumulation=local`) to reduce them once a step; each rank then "
+                f"keeps whole gradients until the step, {in_units(whole)}. Set `grad_accumulation: sharded` to keep this "
+                "way without this warning.",
+                stacklevel=3,
+            )
 
     @contextmanager
     def sync(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cells import slow
 from shared_ranks import run_on_ranks
 
 st = pytest.importorskip(
@@ -45,6 +46,27 @@ def test_a_bi_encoder_is_trained_and_evaluated_at_stage_3_as_under_ddp(tmp_path)
     assert "activations (first rows, 4 x" in said and "not known" not in said
     assert "activations" not in of_the_other
     assert torch.equal(*(model.encode("w1 w2 w3", convert_to_tensor=True) for model in models))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "is_told"),
+    [
+        ("CachedMultipleNegativesRanking", "stage=2", True),
+        slow("CachedMultipleNegativesRanking", "stage=2,grad_accumulation=local", False),
+        slow("CachedMultipleNegativesRanking", "stage=2,grad_accumulation=sharded", False),
+        slow("MultipleNegativesRanking", "stage=3", False),
+        # Whole gradients are the default below stage 2.
+        slow("CachedMultipleNegativesRanking", "stage=1", False),
+    ],
+)
+def test_a_cached_loss_that_reduces_each_mini_batch_is_told_once(name, settings, is_told, tmp_path):
+    encoders.write_bert(tmp_path / "start")
+    job = {"name": name, "start": str(tmp_path / "start"), "folder": str(tmp_path), "is_quiet": False, "max_steps": 2}
+    (_, said), (_, of_the_other) = run_on_ranks(heard, door=settings, **job)
+    # Three columns of four rows, two rows at a time.
+    told = "runs a backward for each of its 6 mini-batches"
+    assert said.count(told) == is_told and told not in of_the_other
+    assert ("`--zero stage=2,grad_accumulation=local`" in said) == is_told
 
 
 @pytest.mark.slow
