@@ -65,6 +65,7 @@ class MicroBatch:
         source: where both numbers are from, in words.
         micro_batches: micro-batches per step.
         sp_size: number of ranks that compute a sequence together.
+        texts: the texts of a Trainer whose loss computes the model's inputs; `length` is unused then.
     """
 
     rows: int
@@ -72,6 +73,41 @@ class MicroBatch:
     source: str
     micro_batches: int = 1
     sp_size: int = 1
+    texts: "Texts | None" = None
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows} x {self.length}" if self.texts is None else f"{self.rows} rows of texts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Traces the loss of a sentence-transformers Trainer with samples of its data.
+
+    Attributes:
+        trained: the module with all trained parameters (`joined`).
+        among: as of `_first_batch`.
+    """
+
+    accelerator: Accelerator
+    trained: nn.Module
+    trainer: Any
+    among: int = 0
+
+    def batch(self) -> Any:
+        """Returns a micro-batch of the data. Raises `PlanError` if the dataset cannot be indexed."""
+        return _first_batch(self.accelerator, self.among)
+
+    def activations(self, batch: Any, **how: Any) -> Activations:
+        """Traces the loss, or the model alone if the loss needs values. `how`: arguments of `trace`."""
+        ways = [
+            TextLoss(self.trained, self.trainer, self.accelerator.num_processes, only_encodes=only_encodes)
+            for only_encodes in (False, True)
+        ]
+        with _random_numbers_given_back():
+            with suppress(PlanError):
+                return trace(ways[0], batch, tokens=0, **how)
+            return trace(ways[1], batch, tokens=0, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,21 +316,21 @@ def _activations(
     *,
     recomputes: bool = False,
 ) -> tuple[Activations | None, str | None]:
+    how: dict[str, Any] = {
+        "shape": batch.shape,
+        "autocast": _AUTOCAST.get(mixed_precision),
+        "param_dtype": param_dtype,
+        "recomputes": recomputes,
+        "on_host": device.type == "cpu",
+        "sp_size": batch.sp_size,
+    }
     try:
-        traced = trace(
-            model,
-            lambda: batch_of(model, batch.rows, batch.length),
-            shape=f"{batch.rows} x {batch.length}",
-            tokens=batch.rows * -(-batch.length // batch.sp_size),
-            autocast=_AUTOCAST.get(mixed_precision),
-            param_dtype=param_dtype,
-            recomputes=recomputes,
-            on_host=device.type == "cpu",
-            sp_size=batch.sp_size,
-        )
+        if batch.texts is not None:
+            return batch.texts.activations(batch.texts.batch(), **how), None
+        tokens = batch.rows * -(-batch.length // batch.sp_size)
+        return trace(model, lambda: batch_of(model, batch.rows, batch.length), tokens=tokens, **how), None
     except PlanError as error:
         return None, str(error).removeprefix("hf_zero: ")
-    return traced, None
 
 
 def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
@@ -376,7 +412,7 @@ def _said(
         f"stage: auto is {name}, which {choice.claim}",
         f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
         f"included{f', {size(logits)} for logits' if logits else ''}; what fits leaves {room.reserve:.0%} free",
-        f"for a micro-batch of {batch.rows} x {batch.length}"
+        f"for a micro-batch of {batch.shape}"
         + (f" over {batch.sp_size} ranks" if batch.sp_size > 1 else "")
         + f" ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),
@@ -404,6 +440,9 @@ def _as_flag(settings: Mapping[str, Any], prefix: str = "") -> str:
 
 # ---- `stage: auto` when accelerate prepares a model, with the information available at this point ----
 
+_TEXTS = 1000
+"""Number of samples among which `auto` looks for the longest ones."""
+
 _UNSET_LENGTH = 10**6
 """Tokenizers without a maximum length report 1e30."""
 
@@ -426,11 +465,13 @@ def config_for(config: ZeroConfig, accelerator: Accelerator, args: Sequence[Any]
         optimizers,
         device=accelerator.device,
         mixed_precision=accelerator.mixed_precision,
-        batch=_micro_batch(accelerator, model, args),
+        batch=_micro_batch(accelerator, model, args, optimizers),
     ).config
 
 
-def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]) -> MicroBatch:
+def _micro_batch(
+    accelerator: Accelerator, model: nn.Module, args: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
+) -> MicroBatch:
     rows: Any = None
     length: Any = None
     loaders = [*(arg for arg in args if isinstance(arg, DataLoader)), *accelerator._dataloaders]
@@ -445,13 +486,18 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
         tokenizer = getattr(trainer, "processing_class", None)
         length = getattr(trainer.args, "max_length", None) or getattr(tokenizer, "model_max_length", None)
     is_length = isinstance(length, int) and 0 < length < _UNSET_LENGTH
-    return assume(
+    found = assume(
         model,
         rows if isinstance(rows, int) else None,
         length if is_length else None,
         micro_batches_of(accelerator),
         _sp_size_of(accelerator),
     )
+    if not text_trainer(trainer):
+        return found
+    texts = Texts(accelerator=accelerator, trained=joined([model], optimizers), trainer=trainer, among=_TEXTS)
+    source = f"{found.source.partition(';')[0]}; texts: the longest of the first {_TEXTS:,}"
+    return dataclasses.replace(found, texts=texts, source=source)
 
 
 # ---- Activations and peak memory, forecast on rank 0 from the first samples of the data ----
@@ -485,33 +531,22 @@ def forecast_at_start(
             raise PlanError("hf_zero: the model is split over ranks")
         together, trainer = joined(models, optimizers), trainer_in_callers()
         batch = _first_batch(accelerator)
-        if text_trainer(trainer):
-            ways: list[nn.Module] = [
-                TextLoss(together, trainer, accelerator.num_processes, only_encodes=only_encodes)
-                for only_encodes in (False, True)
-            ]
-        else:
-            batch, ways = _named(batch, model), [model]
+        texts = Texts(accelerator=accelerator, trained=together, trainer=trainer) if text_trainer(trainer) else None
+        batch = _named(batch, model) if texts is None else batch
         shape = _shape_of(batch)
 
         def traced(sp_size: int = 1) -> Activations:
+            how: dict[str, Any] = {
+                "shape": shape,
+                "autocast": _AUTOCAST.get(accelerator.mixed_precision),
+                "param_dtype": config.param_dtype,
+                "on_host": accelerator.device.type == "cpu",
+                "sp_size": sp_size,
+            }
+            if texts is not None:
+                return texts.activations(batch, **how)
             with _random_numbers_given_back():
-                for way in ways[:-1]:
-                    with suppress(PlanError):
-                        return traced_by(way, sp_size)
-                return traced_by(ways[-1], sp_size)
-
-        def traced_by(way: nn.Module, sp_size: int) -> Activations:
-            return trace(
-                way,
-                batch,
-                shape=shape,
-                tokens=0,
-                autocast=_AUTOCAST.get(accelerator.mixed_precision),
-                param_dtype=config.param_dtype,
-                on_host=accelerator.device.type == "cpu",
-                sp_size=sp_size,
-            )
+                return trace(model, batch, tokens=0, **how)
 
         job = Job(
             model=together,
@@ -545,8 +580,12 @@ def _is_quiet() -> bool:
     return get_verbosity() > logging.WARNING
 
 
-def _first_batch(accelerator: Accelerator) -> Any:
-    """Returns the data loader's batch of the first samples; see [Note: the first rows]."""
+def _first_batch(accelerator: Accelerator, among: int = 0) -> Any:
+    """Returns the data loader's batch of the first samples; see [Note: the first rows].
+
+    Args:
+        among: use the samples with the most characters among this number of first samples; 0 uses the first ones.
+    """
     loader = next(iter(accelerator._dataloaders), None)
     if loader is None:
         raise PlanError("hf_zero: no data loader was prepared before or with the model")
@@ -560,13 +599,22 @@ def _first_batch(accelerator: Accelerator) -> Any:
         rows = max(1, rows // accelerator.num_processes)
     try:
         with _random_numbers_given_back():
-            batch = collate([dataset[number] for number in range(min(rows, len(dataset)))])
+            first = [dataset[number] for number in range(min(max(rows, among), len(dataset)))]
+            batch = collate(sorted(first, key=_characters, reverse=True)[:rows] if among else first)
     except Exception as error:
         # Catch all, because this calls the script's code.
         raise PlanError(
             f"hf_zero: the first rows of the data cannot be collated ({type(error).__name__}: {str(error)[:100]})"
         ) from error
     return batch
+
+
+def _characters(row: Any) -> int:
+    """Counts the characters of a row's texts, also of lists of texts."""
+    if isinstance(row, str):
+        return len(row)
+    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, list | tuple) else ()
+    return sum(map(_characters, values))
 
 
 def _named(batch: Any, model: nn.Module) -> Mapping[str, Any]:

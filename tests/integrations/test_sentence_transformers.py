@@ -69,6 +69,21 @@ def test_a_cached_loss_that_reduces_each_mini_batch_is_told_once(name, settings,
     assert ("`--zero stage=2,grad_accumulation=local`" in said) == is_told
 
 
+@pytest.mark.parametrize("name", ["BinaryCrossEntropy", *(slow(name) for name in ("ListNet", "Triplet", "Splade"))])
+def test_auto_knows_the_activations_of_texts_and_trains_as_ddp(name, tmp_path):
+    encoders.write_bert(tmp_path / "start")
+    job = {"name": name, "start": str(tmp_path / "start"), "is_quiet": False, "max_steps": 2}
+    runs = []
+    for door in ("ddp", "stage=auto"):
+        folder = tmp_path / door
+        folder.mkdir()
+        runs.append(run_on_ranks(heard, door=door, folder=str(folder), **job))
+    (expected, _), (mine, said) = runs[0][0], runs[1][0]
+    assert mine.losses == expected.losses
+    assert "micro-batch of 4 rows of texts (rows: the data loader; texts: the longest of the first 1,000)" in said
+    assert "activations are not counted" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", encoders.CELLS)

@@ -3,7 +3,7 @@
 import functools
 import os
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -283,3 +283,12 @@ def test_units_that_stay_whole_are_gathered_once():
         for reshards in (True, False)
     ]
     assert both[0] == pytest.approx(1.5 * both[1])
+
+
+def test_texts_are_planned_with_the_longest_of_the_first_rows():
+    rows = [{"text": "x" * (number % 7), "others": ["y"] * (number % 5), "label": 1.0} for number in range(40)]
+    loader = SimpleNamespace(dataset=rows, collate_fn=list, batch_sampler=SimpleNamespace(batch_size=3))
+    accelerator = SimpleNamespace(_dataloaders=[loader])
+    assert auto._first_batch(accelerator) == rows[:3]
+    assert auto._first_batch(accelerator, among=1000) == [rows[34], rows[13], rows[19]]
+    assert auto._first_batch(accelerator, among=14) == [rows[13], rows[4], rows[6]]
