@@ -489,7 +489,7 @@ def test_a_search_trains_the_trials_of_ddp_in_one_launch(door, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["flag 2", "callback 3", "files"])
+@pytest.mark.parametrize("door", ["flag 2", "callback 1", "callback 2", "callback 3", "files"])
 def test_fifty_trials_leave_nothing_behind(door, tmp_path):
     pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
     if door == "files":
@@ -500,6 +500,8 @@ def test_fifty_trials_leave_nothing_behind(door, tmp_path):
         assert len(held) == 51
         # Caches fill in the first trials.
         memory, files, threads = zip(*held[9:50])
+        grown = (memory[-1] - memory[0]) / 2**20
+        print(f"{door}: trials 10 to 50: memory {grown:+.1f} MiB, descriptors {set(files)}, threads {set(threads)}")
         assert max(files) == min(files) and max(threads) == min(threads), held
         assert memory[-1] - memory[0] < 16 * 2**20, held
 
