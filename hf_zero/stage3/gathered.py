@@ -1,4 +1,4 @@
-"""Reads and edits of whole parameters at stage 3, in and out of training."""
+"""Reads and edits of whole parameters at stage 3, during and outside of training."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,24 +20,24 @@ from ..optimizer.replicas import checksums
 from .unit import TRANSFORMED, Unit, is_cast
 from .unsharding import Unsharding
 
-# ---- Backward nodes that have saved whole parameters: the parameters are gathered again when such a node runs ----
+# ---- Backward nodes with saved whole parameters: the parameters are gathered again when such a node runs ----
 
 
 @contextmanager
 def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Iterator[None]:
-    """For code that computes with whole parameters outside of any forward, and whose backward comes when they are sharded.
+    """Supports computations with whole parameters outside of any forward, whose backward runs when the parameters are sharded.
 
-    Such as a penalty on parameters. Autograd keeps the parameter, or a view of it, and would read what stands in its place by
-    then. Layers announce their backward by themselves.
+    An example is a penalty on parameters. Autograd saves the parameter or a view of it, and would read wrong values in backward.
+    Layers do not need this context, because hooks on their outputs gather them.
 
     Args:
-        units: whole for now.
-        gather: makes one whole during a backward.
+        units: the units that are whole now.
+        gather: makes a unit whole during a backward.
     """
     if not units or not torch.is_grad_enabled():
         yield
         return
-    # By the address of the storage: autograd may save a view or a transpose of a parameter, which is another tensor.
+    # Compare addresses of storages, because autograd may save a view or a transpose of a parameter, which is a different tensor.
     unit_at = {memory.shown.untyped_storage().data_ptr(): unit for unit in units for memory in unit.memories.values()}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
@@ -46,7 +46,7 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
     def unpack(packed: tuple[torch.Tensor, int, Unit | None]) -> torch.Tensor:
         tensor, version, unit = packed
         if unit is not None:
-            # autograd does not check what a hook has packed.
+            # Autograd does not check the versions of tensors packed by a hook.
             if tensor._version != version:
                 raise RuntimeError(
                     "hf_zero: one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -60,19 +60,19 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
             yield
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
-                # torch's own words, which begin a transform of torch.func.
+                # torch's error at the begin of a transform of torch.func.
                 raise RuntimeError(TRANSFORMED) from error
             raise
 
 
-# ---- Gathers sharded parameters outside of forward and backward: to read, to edit, to save ----
+# ---- Gathers of sharded parameters outside of forward and backward, to read, edit or save them ----
 
 IN_GATHERED = "wrap the call in `with hf_zero.gathered(model)` on every rank"
-"""What lets one rank read a whole model by itself, in words."""
+"""Advice in errors: how one rank can read a whole model without the other ranks."""
 
 
 class _Record:
-    """Parameters as `gathered` found them, so that an edit that is not to be kept is seen and undone."""
+    """The state of parameters at the start of `gathered`, to detect and undo edits without writeback."""
 
     def __init__(self):
         self._versions: dict[ParameterSlot, int] = {}
@@ -84,18 +84,18 @@ class _Record:
         for unit in units:
             self._units.add(unit)
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
-            # Data that was moved before the context began is no edit of this context.
+            # Data moved before the context began does not count as an edit in this context.
             self._moved.difference_update(unit.slots)
             self._moved.update(moved_slots(unit.slots))
             self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
-        """Records the unit's present values: its edits have been kept."""
+        """Records the unit's present state, after its edits have been kept."""
         if unit.slots and unit.slots[0] in self._versions:
             self.take([unit])
 
     def refuse_edits(self) -> None:
-        """Raises for an edit that has not been kept."""
+        """Raises RuntimeError for an edit without writeback."""
         for slot in self._versions:
             if self._is_edited(slot):
                 raise RuntimeError(
@@ -104,16 +104,16 @@ class _Record:
                 )
 
     def restore(self) -> None:
-        """Undoes edits that have not been kept."""
+        """Undoes edits without writeback."""
         for unit in self._units:
             edited = [slot for slot in unit.slots if self._is_edited(slot)]
             for slot in moved_slots(edited):
                 unit.set_data(slot)
             if edited:
-                # Otherwise the next reshard would take the refused edit for one of a forward, and keep the values.
+                # Otherwise the next reshard would treat the refused edit as a forward's edit, and keep the values.
                 unit.forget_edits()
         for bucket, shard in self._shards.items():
-            # Of shards that are a part of the whole values: the edit has changed them in place.
+            # If the shard is a view of the whole values, the edit has changed the shard.
             if shard is not None:
                 bucket.own.copy_(shard)
 
@@ -123,25 +123,26 @@ class _Record:
 
 
 def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
-    """Those whose parameter a script has given other data (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
-    # An evaluation in another dtype gives whole parameters memory of their own.
+    """Returns the slots whose parameter has new data from a script (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
+    # An evaluation in a different dtype gives whole parameters separate memory.
     in_buckets = (slot for slot in slots if getattr(slot.bucket.memory, "read_as", None) is None)
     return [slot for slot in in_buckets if not slot.bucket.is_exact_view(slot)]
 
 
 def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
-    """Writes a script's new data of parameters into their buckets, and makes the parameters views again. Collective.
+    """Copies new data of parameters into their buckets, and makes the parameters views of the buckets again. Collective.
 
     Raises:
-        RuntimeError: on all ranks, where some rank gave one another shape or dtype.
+        RuntimeError: on all ranks, if the new data of any rank has a different shape or dtype.
     """
     moved = moved_slots(slots)
     faults = (_unlike(slot) for slot in moved if not _is_alike(slot))
-    # Agreement before raise: a wrong shape on one rank must not leave the others in the broadcast.
+    # Agree before raising. Otherwise a wrong shape on one rank would leave the others waiting in the broadcast.
     fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
     if fault is not None:
         raise RuntimeError(fault)
-    # Copies first: a script may have exchanged the data of two parameters, and the first write would destroy the second's.
+    # Clone all before writing. A script may have exchanged the data of two parameters, so the first write would destroy the
+    # second one's data.
     values = [slot.parameter.detach().clone() for slot in moved]
     with torch.no_grad():
         for slot, value in zip(moved, values):
@@ -167,7 +168,7 @@ Name = TypeVar("Name")
 
 
 def _gather_one(slot: ParameterSlot) -> torch.Tensor:
-    """Gathers one parameter's exact values, and no more than these, from the shards. Collective in the shard group."""
+    """Gathers the exact values of only one parameter from the shards. Collective in the shard group."""
     bucket = slot.bucket
     values = torch.empty(slot.view.shape, dtype=bucket.precision.kept, device=bucket.device)
     label = Label(kind="broadcast a part of one parameter", subject=slot.name)
@@ -184,17 +185,18 @@ def _gather_one(slot: ParameterSlot) -> torch.Tensor:
 
 
 class GatheredParameters:
-    """Gathers units outside of forward and backward. Every method is collective.
+    """Gathers units outside of forward and backward. Methods are collective unless they say otherwise.
 
     Args:
-        unit_of: the unit of each sharded parameter, with its slot.
-        transport: between all ranks that come.
-        holder: has the masters, which follow edits.
-        timeout_s: how long ranks that come wait for those that do not.
+        unit_of: the unit and slot of each sharded parameter.
+        transport: connects all ranks of the model.
+        holder: stores the masters, which follow edits.
+        timeout_s: time limit for the other ranks to make the same call.
 
     Attributes:
-        is_lent: the model's own methods take parameters for what they are just now.
-        watching: open `gathered` contexts whose parameters are gathered again for the backward of a computation inside.
+        is_lent: whether parameters temporarily have copies as their data (`lend_copies`) or no values (`lend_names`), so the
+            model's replaced methods must not gather.
+        watching: number of open `gathered` contexts in which computations are supported by `gathered_again`.
     """
 
     def __init__(
@@ -214,12 +216,12 @@ class GatheredParameters:
         self._timeout_s = timeout_s
         self._lent: dict[nn.Parameter, torch.Tensor] = {}
         self._open: list[_Record] = []
-        # Attributes and no properties: each layer's hooks look at both.
+        # Attributes, not properties, because the hooks of each layer read both.
         self.is_lent = False
         self.watching = 0
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """The units of these parameters, each once, in the order of the parameters."""
+        """Returns the units of these parameters, each once, in the order of the parameters."""
         return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
 
     def forwards_are_collective(self, module: nn.Module) -> bool:
@@ -228,15 +230,16 @@ class GatheredParameters:
         return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
 
     def are_held(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether `gathered` has these parameters whole already."""
+        """Whether these parameters are already whole, inside `gathered`."""
         return all(unit.holds for unit in self.units_of(parameters))
 
     def one_by_one(
         self, named: Iterable[tuple[Name, nn.Parameter]], purpose: str
     ) -> Iterator[tuple[Name, nn.Parameter]]:
-        """Yields parameters, each whole and exact until the next is asked for. Collective: all ranks go on to the end.
+        """Yields parameters; each is whole and exact until the next is requested. Collective; all ranks must iterate to the end.
 
-        Each has memory of its own meanwhile: a `p.data` that the caller keeps stays valid, and keeps no other parameter's memory.
+        Each parameter has separate memory. So if the caller keeps a `p.data`, the data stays valid, and no other parameter's
+        memory stays alive.
         """
         named = list(named)
         if not self.are_held(parameter for _, parameter in named):
@@ -248,10 +251,10 @@ class GatheredParameters:
                 yield name, parameter
                 continue
             values = _gather_one(slot)
-            # First: a parameter whose values are hidden refuses other data.
+            # Before the new data, because a parameter with hidden values refuses new data.
             show_values(parameter)
             parameter.data = values
-            # The caller alone decides how long there are two of them.
+            # Drop this reference. Otherwise the values of two parameters would be alive if the caller keeps none.
             del values
             try:
                 yield name, parameter
@@ -259,16 +262,16 @@ class GatheredParameters:
                 unit.set_data(slot)
 
     def meet(self, purpose: str, alone: str = "") -> None:
-        """Waits until all ranks have made the same call, at most `comm.late_s`. Args, errors: as of `Transport.barrier`."""
+        """Waits until all ranks have made the same call, with a time limit. Arguments and errors as in `Transport.barrier`."""
         self._transport.barrier(purpose, self._timeout_s, alone)
 
     def refuse_other_values(self, module: nn.Module, state_dict: Mapping[str, object], purpose: str) -> None:
-        """Compares a state dict that is about to be loaded with those of the other ranks. Collective.
+        """Compares a state dict with those of the other ranks before it is loaded. Collective.
 
-        Buffers may differ: each rank has its own.
+        Buffers may differ, because each rank has its own.
 
         Raises:
-            ValueError: on all ranks, naming the first difference. Each rank would load its shard of a different model.
+            ValueError: on all ranks, naming the first difference. Otherwise each rank would load its shard of a different model.
         """
         own = {name for name, _ in module.named_buffers()}
         tensors = {
@@ -288,23 +291,23 @@ class GatheredParameters:
             )
 
     def release(self, units: Iterable[Unit]) -> None:
-        """Reshards units that a forward has left whole."""
+        """Reshards units left whole by a forward."""
         self._schedule.release(units)
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
-        """Lends whole parameters to read and, with `writeback`, to edit; all ranks then keep rank 0's values.
+        """Makes parameters whole inside, to read and, with `writeback`, to edit them. All ranks then keep rank 0's values.
 
-        The ranks have met: see `meet`.
+        Call `meet` before.
 
         Raises:
-            MemoryError: they do not fit.
+            MemoryError: the whole parameters do not fit.
             RuntimeError: a parameter was edited without `writeback`.
         """
         units = self.units_of(parameters)
         self._refuse_unless_they_fit(units)
         for unit in units:
-            # Before the gather: a forward inside must not drop what the script has asked for.
+            # Before the gather. Otherwise a forward inside would drop the units.
             unit.holds += 1
         record = _Record()
         self._open.append(record)
@@ -322,22 +325,22 @@ class GatheredParameters:
             record.refuse_edits()
         finally:
             self._open.remove(record)
-            # Also after an error: an edit that was not kept must not reach the shard.
+            # Also after an error, because edits without writeback must not reach the shard.
             record.restore()
             for unit in units:
                 unit.holds -= 1
-            # Behind the restore, which needs the whole parameters.
+            # After the restore, which needs the whole parameters.
             self._schedule.release(units)
 
     @contextmanager
     def lend_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
-        """Gives the module's parameters whole copies in host memory as their data; yields parameter → copy.
+        """Makes whole copies in host memory the data of the module's parameters; yields a dict from parameter to copy.
 
-        One unit at a time is gathered. Nothing is gathered, and no rank needs to come along, when all the units are held
-        by `gathered` already, or copies are lent.
+        Gathers one unit at a time. If all units are already whole inside `gathered`, or copies are already in use, nothing is
+        gathered and the call is not collective.
 
         Args:
-            wanted: False takes part in the gathers without keeping copies.
+            wanted: False joins the gathers without keeping copies.
         """
         if self.is_lent:
             yield self._lent
@@ -347,17 +350,17 @@ class GatheredParameters:
         if any(not unit.holds for unit in units):
             self.meet(purpose, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
-        # In the schedule's order: a set has another order in each process, and ranks would gather different units.
+        # In the schedule's order. The order of a set differs between processes, so ranks would gather different units.
         for unit in sorted(units, key=self._schedule.units.index):
-            # One unit at a time: the device never holds more than one that is whole.
+            # One unit at a time: the device never stores more than one whole unit.
             self._schedule.unshard([unit])
             if wanted:
                 for slot in unit.slots:
                     if slot.parameter in parameters:
-                        # copy=True: on the host, `to` would return the gathered memory, which the release below takes away.
+                        # On the host, `to` without copy=True would return the gathered memory, which the release below frees.
                         copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
             self._schedule.release([unit])
-        # A script may have given those that are whole other data, and the end of its `gathered` is still to come.
+        # A script may have set new data inside its own `gathered`, whose end still needs this data.
         held = {parameter: parameter.data for parameter in copies if self._unit_of[parameter][0].holds}
         try:
             for parameter, copy in copies.items():
@@ -375,7 +378,7 @@ class GatheredParameters:
 
     @contextmanager
     def lend_names(self) -> Iterator[None]:
-        """Has the model's own methods hand out sharded parameters by name, shape and the dtype that they are saved in.
+        """Inside, the model's methods return sharded parameters with name, shape, and the dtype in which they are saved.
 
         Values cannot be read. Not collective.
         """
@@ -405,21 +408,21 @@ class GatheredParameters:
         for unit in units:
             for bucket in unit.buckets:
                 label = Label(kind="broadcast edits", subject=bucket.name)
-                # All of the bucket, edited or not: the other ranks do not know which parameters rank 0's script has written to.
+                # Send the whole bucket, because the other ranks do not know the parameters edited on rank 0.
                 bucket.group.all_transport.broadcast(bucket.memory.shown, label)
-            # Behind the broadcast: each rank keeps its shard of rank 0's values.
+            # After the broadcast, because each rank keeps its shard of rank 0's values.
             unit.keep_edits()
             for bucket in unit.buckets:
                 with self._holder.fetched_master(bucket):
-                    # By values, not versions: a broadcast writes on ranks where the script has not.
+                    # Compare values, not versions, because the broadcast also writes on ranks without an edit.
                     bucket.follow_values()
-            # In contexts around this one, too: they would take the kept edit for one without writeback, and undo the edit.
+            # Also in outer contexts. Otherwise they would treat the kept edit as one without writeback, and undo it.
             for record in self._open:
                 record.renew(unit)
 
     def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
         needed = sum(unit.exact_bytes for unit in units if unit.is_sharded)
-        # The least of all ranks: one without room would fail in the middle of the gathers.
+        # The minimum of all ranks, because a rank without memory would fail in the middle of the gathers.
         free = min(self._transport.exchange(free_bytes(self._device)))
         if needed > free:
             raise MemoryError(
@@ -429,7 +432,7 @@ class GatheredParameters:
 
 
 def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters of a module, a parameter or several, as a list."""
+    """Returns the parameters of a module, or one or more parameters, as a list."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
     return [cast(nn.Parameter, target)] if isinstance(target, torch.Tensor) else list(target)

@@ -30,47 +30,48 @@ from .gathered import IN_GATHERED, GatheredParameters
 from .unit import Unit, is_transformed, runs_transformed
 from .unsharding import Unsharding
 
-# ---- `state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded ----
+# ---- `state_dict()`, `load_state_dict()`, `.to()` and similar methods of modules with sharded parameters ----
 
 _SYNCED = "_is_fsdp_managed_module"
-"""transformers' mark on modules whose forward is collective. Encoders that drop layers read it, too, and then run what they have
-drawn to drop: it is on a model that generates, for as long as that lasts, and on none of its parts."""
+"""transformers' mark for modules whose forward is collective. It is set only on a generating model, only during `generate`, and
+not on its submodules: encoders with LayerDrop also read the mark, and then run the layers that they would have dropped."""
 
-# TRL pushes weights to vLLM by a walk over `named_parameters()`, on all ranks. Others walk, too: optimizers, weight decay groups,
-# peft, prints on one rank. These need the parameters alone and must not wait for other ranks, and `p.data` does not tell whether
-# values are wanted. So values are given to modules of TRL whose every walk is a push, by the modules' names: the engine knows no
-# other name of TRL, private or public. Where a release has moved the walk, reading a value raises as everywhere else.
+# TRL pushes weights to vLLM in a loop over `named_parameters()`, on all ranks. Other code loops over parameters, too:
+# optimizers, weight decay groups, peft, prints on one rank. Such code needs no values and must not wait for other ranks, and
+# `p.data` does not show whether values are needed. So only the modules of TRL listed below get values, because each of their
+# loops is a push. The engine uses no other name of TRL. If a release moves the loop to a different module, reading a value
+# raises as everywhere else.
 #
-# Other doors of TRL cost more. A DeepSpeed plugin in accelerate's state has TRL import deepspeed, also for reference models.
-# An FSDP plugin there has Trainer save as FSDP does. `DistributedBackend.gather_params` would have to be replaced in TRL's
-# class, for all models, and asks for all parameters at once where there are adapters.
+# Other ways to support TRL cost more. With a DeepSpeed plugin in accelerate's state, TRL imports deepspeed, even for reference
+# models. With an FSDP plugin, Trainer saves as with FSDP. `DistributedBackend.gather_params` would have to be replaced in TRL's
+# class, for all models, and requests all parameters at once if there are adapters.
 _PUSHING = frozenset({"trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer"})
-"""Modules whose walks over `named_parameters()` read values, on all ranks."""
+"""Modules whose loops over `named_parameters()` read values, on all ranks."""
 
 
 class ShardedParameters(dict):
-    """Takes the place of one module's `_parameters` while any unit with a parameter of the module is sharded.
+    """Replaces one module's `_parameters` while any unit with a parameter of the module is sharded.
 
-    Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
+    Shapes, dtypes and names can be read. If another module's forward reads a value, the unit is gathered first. Copying and
     pickling raise.
 
     Attributes:
-        slots: unit and slot of each of the module's sharded parameters, by its name in the module.
+        slots: maps names in the module to the unit and slot of each sharded parameter.
     """
 
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
         super().__init__()
         self.slots = dict(slots)
-        # Nearly every module's parameters are of one unit.
+        # Usually only one unit.
         self.units = list(dict.fromkeys(unit for unit, _ in slots.values()))
         self._schedule = schedule
         self._module = module
-        # The module's own dict, which takes this one's place again.
+        # The module's own dict, which is restored when the units are whole.
         self.stock: dict[str, nn.Parameter | None] = {}
 
     def follow_units(self) -> None:
-        """Follows a change of state of one of the units."""
-        # Past `nn.Module.__getattr__`, for speed.
+        """Exchanges the module's dict after a change of state of one of the units."""
+        # Bypasses `nn.Module.__getattr__`, for speed.
         held: Any = self._module.__dict__["_parameters"]
         if not any([unit.is_sharded for unit in self.units]):
             if held is self:
@@ -83,7 +84,7 @@ class ShardedParameters(dict):
             self.clear()
         self.update(held)
         if len(self) != len(held):
-            # The module's own dict has lost a name.
+            # A name was deleted from the module's own dict.
             self.clear()
             self.update(held)
         self._module.__dict__["_parameters"] = self
@@ -94,8 +95,8 @@ class ShardedParameters(dict):
             self._module.__dict__["_parameters"] = self.stock
 
     def _before_read(self, name: str) -> None:
-        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
-        # at work, or is kept. (A dict that waits for other parameters of the module may still lead here.)
+        # Outside a pass, a read only concerns shape or dtype, and maybe only one rank reads. A whole parameter needs no gather:
+        # its layer is running, or is kept. (This dict may still be in use if another unit of the module is sharded.)
         if name in self.slots and self._schedule.in_pass and are_hidden(self.slots[name][1].parameter):
             self._schedule.before_read(self.slots[name][0])
 
@@ -104,7 +105,7 @@ class ShardedParameters(dict):
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, value) -> None:
-        # In both dicts, here and in the two methods below: the module's own takes this one's place when the units are whole.
+        # This method and the two below change both dicts, because the module's own dict is restored when the units are whole.
         super().__setitem__(name, value)
         self.stock[name] = value
 
@@ -124,22 +125,23 @@ class ShardedParameters(dict):
 
 
 class UnitModules:
-    """The modules whose sharded parameters are all of one unit: their dicts are exchanged together, in loops in C.
+    """The modules whose sharded parameters are all in one unit. Their dicts are exchanged together, in loops in C.
 
     Args:
-        modules: with what takes the place of their dicts.
+        unit: the unit.
+        modules: maps the modules to the replacements of their dicts.
     """
 
     def __init__(self, unit: Unit, modules: Mapping[nn.Module, ShardedParameters]):
         self._unit = unit
-        # Past `nn.Module.__getattr__`, for speed.
+        # Bypasses `nn.Module.__getattr__`, for speed.
         self._attributes = [module.__dict__ for module in modules]
         self._sharded = list(modules.values())
         self._stocks: list[dict] = []
         self._follow_each()
 
     def follow_unit(self) -> None:
-        """Follows a change of state of the unit. Each unit comes here twice in a pass."""
+        """Exchanges the modules' dicts after a change of the unit's state. Called twice per unit and pass."""
         attributes, sharded, stocks = self._attributes, self._sharded, self._stocks
         held = map(PARAMETERS_IN, attributes)
         if not self._unit.is_sharded:
@@ -147,9 +149,9 @@ class UnitModules:
                 any(map(dict.__setitem__, attributes, repeat("_parameters"), stocks))
                 return
         elif all(map(is_, held, stocks)):
-            # `update` and `__setitem__` return None, so `any` goes on to the end.
+            # `update` and `__setitem__` return None, so `any` runs to the end.
             any(map(dict.update, sharded, stocks))
-            # Otherwise a module's own dict has lost a name.
+            # Otherwise a name was deleted from a module's own dict.
             if list(map(len, sharded)) == list(map(len, stocks)):
                 any(map(dict.__setitem__, attributes, repeat("_parameters"), sharded))
                 return
@@ -181,7 +183,7 @@ class ReplacedMethod:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """What torch.compile traces in place of this method: inside a compiled layer, the parameters are whole."""
+        """The class's method, which torch.compile traces instead: inside a compiled layer, the parameters are whole."""
         name = next(name for name, held in self._module.__dict__.items() if held is self)
         return getattr(type(self._module), name)
 
@@ -193,14 +195,14 @@ class ReplacedMethod:
 
 
 class ModuleMethods:
-    """Replaces, on each module that holds sharded parameters somewhere, the methods that read or write them.
+    """Replaces methods that read or write parameters, on each module with sharded parameters in it or in a submodule.
 
-    `state_dict` and `save_pretrained` gather, `load_state_dict` takes this rank's part of what it is given, and `.to()`,
-    `.half()` and the like raise unless they change nothing. `generate` goes on until all ranks have come to their last token.
+    `state_dict` and `save_pretrained` gather, `load_state_dict` stores this rank's part of the given values, and `.to()`,
+    `.half()` and similar methods raise unless they change nothing. `generate` runs until all ranks have reached their last token.
     """
 
     _MERGING_LAYERS = (("merge_adapter", "merge"), ("unmerge_adapter", "unmerge"))
-    """peft's, which edit the base's weights layer by layer, and the layers' own."""
+    """peft's methods that edit the base model's weights layer by layer, and the method of each layer."""
 
     _REPLACED = (
         "merge_adapter",
@@ -225,11 +227,11 @@ class ModuleMethods:
         self._sharded = sharded
         self._gathered = gathered
         self._modules = [module for module in model.modules() if any(m in sharded for m in module.modules())]
-        # Of adapters that are being merged: what is gathered just now.
+        # While adapters are being merged: the context of the layer gathered now.
         self._merging: ExitStack | None = None
-        # Whether the ranks have met for the load that runs.
+        # Whether the ranks have met for the running load.
         self._is_loading = False
-        # What models from the Hub with a way of their own to generate have in the place of their class's.
+        # The instance's own `generate`, which some models from the Hub set instead of their class's method.
         self._own_generate: dict[nn.Module, Callable[..., Any]] = {}
         for module in self._modules:
             changed: Any = module
@@ -246,7 +248,7 @@ class ModuleMethods:
             for name, of_layer in self._MERGING_LAYERS:
                 if hasattr(type(module), name):
                     setattr(changed, name, ReplacedMethod(partial(self._merge_layers, name), module))
-                # `get_base_layer` tells peft's layers from other modules that have a method `merge`.
+                # `get_base_layer` distinguishes peft's layers from other modules with a method `merge`.
                 if hasattr(type(module), of_layer) and hasattr(type(module), "get_base_layer"):
                     setattr(changed, of_layer, ReplacedMethod(partial(self._merge_layer, of_layer), module))
             if hasattr(type(module), "merge_and_unload"):
@@ -270,16 +272,16 @@ class ModuleMethods:
         stock = self._own_generate.get(module) or partial(cast(Any, type(module)).generate, module)
         signature = inspect.signature(stock)
         if "generation_config" in signature.parameters:
-            # With a static cache transformers compiles the forward, and the compiler would trace the hooks that gather.
+            # With a static cache, transformers compiles the forward, and would trace the hooks that gather.
             kwargs.setdefault("disable_compile", True)
         if not self._gathered.forwards_are_collective(module):
             return stock(*args, **kwargs)
         if "synced_gpus" in signature.parameters:
-            # Also where it is False, as Seq2SeqTrainer gives it: ranks that stop would leave the others waiting.
+            # Even if the caller passes False, as Seq2SeqTrainer does. Otherwise ranks hang when one stops early.
             given = signature.bind(*args, **kwargs)
             given.arguments["synced_gpus"] = True
             args, kwargs = given.args, given.kwargs
-        # Those that have no such argument, or hand it on as it was, ask for the mark.
+        # A `generate` without this argument, or one that passes the original value on, reads the mark.
         module.__dict__[_SYNCED] = True
         try:
             return stock(*args, **kwargs)
@@ -290,7 +292,7 @@ class ModuleMethods:
         packed = PackedPlaces(module)
         with self._to_edit(module, "merge_and_unload"):
             merged = cast(Any, type(module)).merge_and_unload(module, *args, **kwargs)
-            # Inside the context, which keeps edits of the engine's Parameters: the merge has put others in packed ones' places.
+            # Inside the context, which keeps edits only of the engine's Parameters. The merge has replaced packed parameters.
             packed.take_back()
         return merged
 
@@ -306,7 +308,7 @@ class ModuleMethods:
         if self._merging is None:
             return getattr(type(module), name)(module, *args, **kwargs)
         if not self._gathered.are_held(module.parameters()):
-            # The unit before it goes first. One stays for all of its layers, which then hold it.
+            # Release the previous unit first. A unit stays gathered for all of its layers.
             self._merging.close()
             self._merging.enter_context(self._to_edit(module, name))
         packed = PackedPlaces(module)
@@ -315,7 +317,7 @@ class ModuleMethods:
         return merged
 
     def _to_edit(self, module: nn.Module, name: str) -> AbstractContextManager[None]:
-        """Gathers a module's parameters to edit, for its method of this name. Collective unless they are gathered already."""
+        """Gathers a module's parameters for an edit by its method `name`. Collective unless they are already gathered."""
         parameters = list(module.parameters())
         engine = next(filter(None, map(engine_attached_to, parameters)), None)
         if engine is None or self._gathered.are_held(parameters):
@@ -323,24 +325,24 @@ class ModuleMethods:
         return engine.gathered(parameters, writeback=True, purpose=f"{name}() of {type(module).__name__}")
 
     def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
-        """An ordinary module with whole parameters, which no engine has. Collective, unless they are gathered already."""
+        """Returns a plain copy with whole parameters and without an engine. Collective unless they are already gathered."""
         parameters = list(module.parameters())
         is_held = self._gathered.are_held(parameters)
         if not is_held:
             self._gathered.meet(f"copy.deepcopy() of {type(module).__name__}", IN_GATHERED)
         with nullcontext() if is_held else self._gathered.gathered(parameters, writeback=False):
-            # Without the replaced methods, whose copies raise: the copy has those of its class.
+            # Skip the replaced methods, whose copies raise. The copy has the methods of its class.
             held = {name: each for name, each in module.__dict__.items() if not isinstance(each, ReplacedMethod)}
             if module in self._own_generate:
                 held["generate"] = self._own_generate[module]
-            # In `memo` before its parts are copied: a part that refers to this module finds the copy.
+            # Added to `memo` before the submodules are copied: their references to this module become references to the copy.
             copied = memo[id(module)] = type(module).__new__(type(module))
             copied.__dict__.update(copy.deepcopy(held, memo))
         return copied
 
     def _parameters_of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
         stock = type(module).parameters(module, *args, **kwargs)
-        # `ReplacedMethod.__call__` lies between.
+        # Frame 1 is `ReplacedMethod.__call__`, frame 2 its caller.
         if sys._getframe(2).f_code is not AveragedModel.update_parameters.__code__:
             return stock
         whole = self._gathered.one_by_one(enumerate(stock), "update_parameters() of an AveragedModel")
@@ -354,7 +356,7 @@ class ModuleMethods:
         return self._gathered.one_by_one(stock, f"a push of weights by {walker}") if walker in _PUSHING else stock
 
     def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Training loops call it at each step.
+        # Without the context, reads of `grad` would be slow, and training loops call zero_grad at each step.
         with look_only():
             type(module).zero_grad(module, *args, **kwargs)
 
@@ -364,7 +366,7 @@ class ModuleMethods:
             return stock(module, *args, **kwargs)
         with self._gathered.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
             result = stock(module, *args, **kwargs)
-            # With `keep_vars` these are the parameters themselves, whose values are hidden again behind the context.
+            # With `keep_vars` the values are the parameters themselves, whose data is hidden again after the context.
             for name, value in result.items():
                 if isinstance(value, nn.Parameter) and value in copies:
                     result[name] = copies[value]
@@ -375,28 +377,28 @@ class ModuleMethods:
         given = next((value for value in (*args, kwargs.get("state_dict")) if isinstance(value, Mapping)), None)
         if given is not None:
             if not given and kwargs.get("is_main_process") is False:
-                # accelerator.get_state_dict gives the values to the main process only; peft would look for them here.
+                # accelerator.get_state_dict returns values only on the main process. peft would look for them on this rank, too.
                 return None
-            # Maybe on one rank alone. Of parts of the model it only asks what they hold.
+            # Maybe called on only one rank. Only names and shapes of parameters are needed.
             with self._gathered.lend_names():
                 return stock()
-        # Ranks meet before anything is written.
+        # All ranks meet before anything is written.
         with self._gathered.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
             return stock()
 
     def _adapter_state_dict(
         self, module: nn.Module, adapter_name: str, state_dict: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns peft's part of a state dict for a module that an adapter trains whole."""
+        """Returns peft's part of a state dict for a module in `modules_to_save`."""
         if not state_dict:
-            # accelerator.get_state_dict gives the values to the main process only.
+            # accelerator.get_state_dict returns values only on the main process.
             return {}
-        # Maybe on one rank alone. Of its own state dict it only asks the names.
+        # Maybe called on only one rank. Only the names in the state dict are needed.
         with self._gathered.lend_names():
             return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
     def _load_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # Each rank loads its shard only: one that came alone, or with different values, would leave a mixture of two models.
+        # Each rank loads only its shard. A call on only some ranks, or with different values, would result in mixed models.
         if self._gathered.forwards_are_collective(module):
             purpose = self._meet_to_load(module)
             self._gathered.refuse_other_values(module, state_dict, purpose)
@@ -413,9 +415,9 @@ class ModuleMethods:
 
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if not self._is_loading and self._gathered.forwards_are_collective(module):
-            # Through the `load_state_dict` of a module around the model, which is the script's own.
+            # Called through the `load_state_dict` of the script's module around the model.
             self._meet_to_load(module)
-        # Parameters that `gathered` holds are loaded where they are; the end of that context keeps the edit or refuses it.
+        # Inside `gathered`, parameters are loaded in place; the end of this context keeps or refuses the edit.
         sharded = {
             slot: unit
             for name, (unit, slot) in self._sharded[module].slots.items()
@@ -433,16 +435,16 @@ class ModuleMethods:
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         finally:
             for slot, unit in sharded.items():
-                # A parameter that the load has not written (a key of another shape) keeps its shard: this memory has no values.
+                # If the load has not written a parameter (a key of a different shape), its shard stays: this memory is empty.
                 unit.store(slot, written=slot.parameter._version != versions[slot])
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:
             for _, slot in self._sharded[inner].slots.values() if inner in self._sharded else ():
-                # Tried without elements: nothing is moved before all parameters have been looked at.
+                # Try with an empty tensor first. Nothing may be moved before all parameters have been checked.
                 here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
                 there = fn(here)
-                # What is gathered in another dtype than it is kept in is of both.
+                # With different dtypes of the shard and the gathered values, both are allowed.
                 dtypes = (here.dtype, slot.bucket.precision.kept)
                 if there.dtype not in dtypes or there.device != here.device:
                     raise ShardedParametersError(
@@ -459,12 +461,12 @@ class ModuleMethods:
 
 # ---- Layer norms with 16-bit weights on the CPU: their inputs are cast to the dtype of the weights ----
 #
-# Autocast has an accelerator normalise in float32, whatever the dtypes. On the CPU it leaves layer norms alone, and torch
-# refuses float32 inputs beside bfloat16 weights.
+# On an accelerator, autocast runs layer norms in float32, whatever the dtypes. On the CPU autocast does not change layer norms,
+# and torch refuses float32 inputs with bfloat16 weights.
 
 
 class CastInput:
-    """Takes the place of a norm's `forward`, and casts its input. A hook on the module would cost the host five times as much.
+    """Replaces a norm's `forward`, and casts its input. A hook on the module would cost the host five times as much.
 
     Args:
         norm: a layer or group norm.
@@ -482,7 +484,7 @@ class CastInput:
         return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the norm its own `forward` back, unless a script has replaced it since."""
+        """Restores the norm's own `forward`, unless a script has replaced it since."""
         held = self._norm.__dict__
         if held.get("forward") is self:
             del held["forward"]
@@ -501,25 +503,25 @@ def cast_norm_inputs(modules: Iterable[nn.Module]) -> list[CastInput]:
     return [CastInput(module) for module in modules if isinstance(module, nn.LayerNorm | nn.GroupNorm)]
 
 
-# ---- A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile ----
+# ---- A model with sharded parameters: its units, their hooks, and its replaced methods ----
 
 _HOST = torch.device("cpu")
 
 
 class ShardedModel:
-    """The units of stage 3, and their hooks and methods on the model. Without units, idle.
+    """The units of stage 3, with their hooks and replaced methods on the model. Does nothing without units.
 
     Args:
-        schedule: of the units, the root first.
-        transport: between all ranks that have the model.
-        holder: has their masters.
-        device: that parameters are gathered on.
+        schedule: the schedule of the units, with the root as the first unit.
+        transport: connects all ranks of the model.
+        holder: stores the units' masters.
+        device: device of gathered parameters.
 
     Attributes:
-        schedule: gathers and drops.
+        schedule: gathers and drops units in a pass.
         gathered: gathers parameters outside of forward and backward.
         unit_of: unit and slot of each sharded parameter.
-        edits: how often a script has edited a sharded parameter, each rank its own elements.
+        edits: number of edits of sharded parameters through `edit_own`.
     """
 
     def __init__(
@@ -558,15 +560,15 @@ class ShardedModel:
         return not self.unit_of
 
     def compile_layers(self, entry: nn.Module) -> int:
-        """Has what the script has compiled as a whole compiled layer by layer; returns how many layers are."""
+        """If the script has compiled the whole model, compiles each layer instead; returns the number of compiled layers."""
         layers = [module for module, _ in self._layers]
         self._compiled.append(CompiledLayers([*entry.modules(), *self._model.modules()], layers))
         return len(self._compiled[-1])
 
     def before_forward(self) -> None:
-        """Called before each forward of the model outside of a backward, where there are units."""
+        """Called before each forward of the model outside of a backward, if there are units."""
         if not self._is_passed_by(self.root, refuses=True):
-            # An exception in a forward or backward has left units whole, or running.
+            # An earlier exception in a forward or backward may have left units whole or running.
             self.schedule.recover()
             self.schedule.before_forward(self.root)
 
@@ -583,12 +585,15 @@ class ShardedModel:
 
     @contextmanager
     def lent(self, model: nn.Module, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Where `wanted`, parameters are whole copies in host memory until the context is left. Collective on the way in.
+        """If `wanted`, parameters are whole copies in host memory inside the context. Entering is collective.
 
-        The state dicts of the model and of its parts have them, and so do forwards. Yields the model's, {} where not `wanted`.
+        State dicts and forwards of the model and its submodules use the copies. Yields the model's state dict; {} if not
+        `wanted`.
 
         Args:
             model: one of the engine's models.
+            purpose: name of the call in errors about late ranks.
+            wanted: False joins the gathers without keeping copies.
         """
         with self.gathered.lend_copies(model, purpose, wanted=wanted) as copies:
             if not wanted:
@@ -596,15 +601,15 @@ class ShardedModel:
                 return
             lent = {copy.data_ptr() for copy in copies.values()}
             state = model.state_dict(keep_vars=True)
-            # One copy of a tied weight, so that savers see that it is one.
-            # Lent copies lie in host memory and belong to nobody else: no second copy is made.
+            # A tied weight has one copy, so that savers recognize it. The copies made above are in host memory and have no other
+            # user, so they are not copied again.
             own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
             yield {name: own[id(value)] for name, value in state.items()}
 
     def hand_back(self, *, wanted: bool) -> None:
-        """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective.
+        """Turns the model into a plain one, with whole parameters if `wanted`, otherwise on the meta device. Collective.
 
-        Parameters of which the device had only a few at a time come back in host memory, and buffers with them.
+        With offloaded parameters, which may not fit on the device, parameters and buffers are in host memory afterwards.
         """
         whole: dict[ParameterSlot, torch.Tensor] = {}
         for unit in self.schedule.units:
@@ -612,7 +617,7 @@ class ShardedModel:
             if wanted:
                 whole.update((slot, slot.parameter.detach().to(self._home, copy=True)) for slot in unit.slots)
             self.schedule.release([unit])
-        # Before the new data: hidden parameters refuse them.
+        # Before the new data is set, because hidden parameters refuse new data.
         self._remove()
         if whole:
             place_buffers(self._model, self._home)
@@ -625,18 +630,18 @@ class ShardedModel:
             self._move_to_meta()
 
     def gather_in_pass(self, parameter: nn.Parameter) -> bool:
-        """Makes a parameter whole that code in a forward or backward reads; False outside of both, where ranks may be apart."""
+        """Makes a parameter whole for a read in a forward or backward; False outside of both, where only one rank may read."""
         if not self.schedule.in_pass:
             return False
         self.schedule.before_read(self.unit_of[parameter][0])
         return True
 
     def edit_own(self, parameter: nn.Parameter, edit: Callable[[torch.Tensor], object]) -> bool:
-        """Edits this rank's elements of a sharded parameter, a flat copy of which `edit` is given; False inside a pass."""
+        """Calls `edit` with a flat copy of this rank's elements of a sharded parameter, and stores it; False inside a pass."""
         unit, slot = self.unit_of[parameter]
         if self.schedule.in_pass or not unit.is_sharded:
             return False
-        # Copies on their way have the values before the edit.
+        # Running fetches and secondary copies have the values before the edit.
         self.schedule.forget_copies(unit)
         bucket = slot.bucket
         part = bucket.own_parts.get(slot)
@@ -645,14 +650,14 @@ class ShardedModel:
                 own = bucket.memory.own_part(part.in_shard).clone()
                 edit(own)
                 bucket.memory.write_own_part(part.in_shard, own)
-        # On all ranks, also those without elements of it: the versions must stay the same everywhere.
+        # On all ranks, even those without elements of the parameter, because versions must be equal on all ranks.
         unit.count_edit(slot)
         self.edits += 1
         return True
 
     def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
-        """Counts a step's writes to parameters of a bucket as no edits of the script's."""
-        # A parameter of one rank alone, as of an expert that is on no other rank, is in no unit.
+        """Passes a step's writes to the bucket's unit; see `Unit.follow_step`."""
+        # A parameter on only one rank, for example of an expert, is in no unit.
         unit = self._unit_of_bucket.get(bucket)
         if unit is not None:
             unit.follow_step(bucket, stepped)
@@ -699,13 +704,13 @@ class ShardedModel:
         for module, unit in self._layers:
             before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
-            # Before other hooks, some of which read the layer's parameters: bitsandbytes' codes, and a script's own.
+            # Before other hooks that may read the layer's parameters, such as the script's, or bitsandbytes' for its codes.
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
+            # always_call, because non-reentrant checkpointing ends the recomputed forward by an exception.
             handles.append(module.register_forward_hook(after, always_call=True))
         for module in self._sharded:
             if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
-                # An encoder or embedding may be called by itself, past the model's own forward.
+                # An encoder or embedding may be called directly, without the model's forward.
                 hook = WeakHook(self, ShardedModel._before_part_of_root)
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
         return handles
@@ -715,11 +720,11 @@ class ShardedModel:
         return any(slot.bucket.precision.casts for slot in slots)
 
     def _is_passed_by(self, unit: Unit, *, refuses: bool = False) -> bool:
-        """Whether a forward passes without the engine. Errors: as of `runs_transformed`."""
-        # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
+        """Whether the hooks ignore a forward. Errors as in `runs_transformed`."""
+        # While copies are in use, only one rank may call a submodule, for example a prompt encoder whose output is saved.
         gathered = self.gathered
         if not (gathered.is_lent or is_transformed()):
-            # Nearly always.
+            # Fast path for the usual case.
             return False
         return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
 
@@ -737,19 +742,19 @@ class ShardedModel:
 
 
 def _is_behind_exception() -> bool:
-    """Whether torch calls the hook that asks because an exception has ended the forward (`always_call`)."""
+    """Whether torch calls the calling hook because an exception has ended the forward (`always_call`)."""
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__
-    # The frame that handles an exception is the first in its traceback. A script may handle another one further out.
+    # The frame that handles an exception is the first in its traceback. An outer frame may be handling a different exception.
     return trace is not None and trace.tb_frame is caller_of_hook()
 
 
-# Forwards in another dtype than that of training, such as an evaluation in bfloat16; the model stays as it was.
+# Forwards in a dtype different from training, such as an evaluation in bfloat16. The stored parameters do not change.
 
 
 @contextmanager
 def computing_in(model: nn.Module, sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Floating-point parameters and buffers are of `dtype`, as after `model.to(dtype)`. Not for training; on every rank."""
+    """Makes floating-point parameters and buffers `dtype` inside, as `model.to(dtype)` does. Not for training; collective."""
     spared = beside_packed(model) | sharded.unit_of.keys()
     whole = {p: p.data for p in model.parameters() if p not in spared and p.is_floating_point()}
     buffers = [
@@ -777,7 +782,7 @@ def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
-    # Whole parameters are of the dtype before: they have to be gathered again.
+    # Whole parameters have the previous dtype and must be gathered again.
     sharded.schedule.reshard_all()
     for unit, slot in sharded.unit_of.values():
         unit.memories[slot.bucket].read_as = None if slot.bucket.key.is_packed else dtype

@@ -17,24 +17,24 @@ from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..step.collectives import Gather
 
-# ---- Edits of whole parameters inside a forward, which shards cannot take in ----
+# ---- Edits of whole parameters in a forward through `.data`, which would not reach the shards ----
 
 _PASSES = 4
 _OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
 
 
 class UnseenEdits:
-    """Compares gathered parameters with their values before the drop, for edits that autograd does not count.
+    """Detects edits of gathered parameters through `.data`, by comparing checksums before the drop.
 
-    A forward that edits its weights does so each time: the first passes tell, and the others cost nothing. On an accelerator
-    they are compared there, and the host reads before the step what has been found: see `refuse_unseen_edits`.
+    A forward that edits its weights does so each time, so only the first passes are checked. On an accelerator the comparison
+    runs on the device, and the host reads the result before the step: see `refuse_unseen_edits`.
 
-    With `check_replicas_every`, the passes before a comparison look for broken memory in the same way.
+    With `check_replicas_every`, the passes before a comparison of replicas detect corrupted memory in the same way.
 
     Attributes:
-        watches: some of the first passes are still to come, or all ranks compare what they find before the next step.
-        compared: in passes of which nobody has read the result: parameters, and for each of them whether it differs, (n,) bool.
-        for_all_ranks: the same, of all passes whose result the ranks tell each other.
+        watches: the next pass is checked: it is one of the first passes, or all ranks compare their results before the next step.
+        compared: results that the host has not read, one per pass: the parameters, and whether each differs, (n,) bool.
+        for_all_ranks: the combined result of all passes whose results the ranks compare, in the same form.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,15 @@ class UnseenEdits:
         self._gathered: torch.Tensor | None = None
 
     def watch(self, *, is_told: bool) -> None:
-        """Chooses whether all ranks compare what the passes up to the next step find. Called while the unit is sharded."""
+        """Sets whether all ranks compare the results of the passes until the next step. Called while the unit is sharded."""
         self._is_told = is_told
         self.watches = is_told or self._passes < _PASSES
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Called when the parameters have become whole for a pass."""
-        # An evaluation in another dtype gives parameters memory of their own.
+        """Called after the parameters have become whole for a pass."""
+        # An evaluation in a different dtype gives parameters separate memory.
         self._in_pass = all(cast(GatheredMemory, bucket.memory).read_as is None for bucket in buckets)
-        # Where the shard is a part of the whole values, a script's edit is in the shard already. Memory on meta has no values.
+        # If the shard is a view of the whole values, an edit is already in the shard. Memory on meta has no values.
         passing = [
             bucket
             for bucket in buckets
@@ -66,11 +66,11 @@ class UnseenEdits:
         self._gathered = _checksums(self._slots) if self._slots else None
 
     def leave_to_script(self) -> None:
-        """Called when a script is given the whole parameters outside of a pass, which has rules of its own."""
+        """Called when a script gets the whole parameters outside of a pass, where `gathered` handles edits."""
         self._in_pass = False
 
     def refuse(self, buckets: Sequence[Bucket]) -> None:
-        """Called before they are dropped. Raises RuntimeError where one has been edited so, and the host can tell at once."""
+        """Called before the parameters are dropped. Raises RuntimeError for an edit, on an accelerator only for moved data."""
         if not self._in_pass:
             return
         self._in_pass = False
@@ -86,7 +86,7 @@ class UnseenEdits:
         if self._gathered is not None:
             differ = _checksums(self._slots).ne(self._gathered)
             if self._is_told:
-                # Keep one result for all passes, because an evaluation has many.
+                # Combine the results of all passes into one, because an evaluation has many passes.
                 former = self.for_all_ranks
                 self.for_all_ranks = (self._slots, differ if former is None else former[1] | differ)
             else:
@@ -96,7 +96,7 @@ class UnseenEdits:
 
 
 def is_cast(slot: ParameterSlot) -> bool:
-    """Whether a forward has given a frozen parameter its own values in another dtype, as bitsandbytes does to biases."""
+    """Whether a forward has cast a frozen parameter's data to a different dtype, as bitsandbytes does with biases."""
     parameter, view = slot.parameter, slot.view
     if slot.bucket.trained or parameter.dtype == view.dtype or parameter.shape != view.shape:
         return False
@@ -104,7 +104,7 @@ def is_cast(slot: ParameterSlot) -> bool:
 
 
 def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:
-    """Raises RuntimeError where a pass has edited a parameter. The host waits for the device once, if there was a pass."""
+    """Raises RuntimeError if a pass has edited a parameter. The host waits for the device once, if a pass was checked."""
     compared = []
     for unit in units:
         compared += unit.compared
@@ -118,7 +118,7 @@ def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:
 
 
 def rounded_edit(name: str) -> RuntimeError:
-    """Makes the error for an edit of parameters that were gathered rounded, or are kept for the backward."""
+    """Returns the error for an edit of parameters that are rounded or kept for the backward."""
     return RuntimeError(
         f"hf_zero: a forward has edited {name!r}, of which it has a copy that is rounded (`gather_dtype`, `comm.weights`) or "
         "kept for the backward (`comm.secondary_shard`), and the edit would be lost. Leave that setting out, or edit the "
@@ -127,17 +127,17 @@ def rounded_edit(name: str) -> RuntimeError:
 
 
 def _checksums(slots: Sequence[ParameterSlot]) -> torch.Tensor:
-    """Of each parameter, (n,) int64, n > 0."""
+    """Returns the checksum of each parameter, (n,) int64, n > 0."""
     return torch.stack([checksum(slot.parameter) for slot in slots])
 
 
-# ---- Units of stage 3: parameters that are unsharded and resharded together ----
+# ---- Units of stage 3: parameters unsharded and resharded together ----
 
 _VERSION = attrgetter("_version")
 
 
 class UnitState(Enum):
-    """SHARDED: a rank has its shard. UNSHARDING: gathers are under way. UNSHARDED: parameters are whole."""
+    """SHARDED: a rank stores only its shard. UNSHARDING: gathers are running. UNSHARDED: parameters are whole."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -145,20 +145,20 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters that are unsharded at the same time: those of a layer, or a few layers, or all that are in no layer.
+    """Parameters unsharded at the same time: of one layer, of a few layers, or all parameters outside of layers.
 
     Attributes:
-        name: of the first layer's module; "root" for what no layer has.
+        name: name of the first layer's module; "root" for parameters outside of layers.
         modules: names of the layers' modules.
-        buckets: the unit's.
-        memories: theirs, which are gathered and dropped.
-        is_fetched: some of these memories are offloaded, and are fetched before a gather.
-        gather: what the parameters were last gathered by.
-        unseen: looks for edits that autograd does not count.
-        state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
-        is_sharded: the state is SHARDED.
-        not_sharded: the units that are not, of all that one schedule gathers.
-        holds: how many users keep it from being resharded.
+        buckets: the buckets of the parameters.
+        memories: the buckets' memories, which are gathered and dropped.
+        is_fetched: whether some of the memories are offloaded, and are fetched before a gather.
+        gather: the last gather of the parameters.
+        unseen: detects edits that autograd does not count.
+        state: changes from SHARDED to UNSHARDING, UNSHARDED, and back to SHARDED, in no other order.
+        is_sharded: whether the state is SHARDED.
+        not_sharded: all units of the schedule whose state is not SHARDED, shared by all units.
+        holds: number of users that prevent a reshard.
         followers: called after each change between whole and sharded.
     """
 
@@ -190,21 +190,21 @@ class Unit:
 
     @cached_property
     def passing_bytes(self) -> int:
-        """Bytes that being whole takes beyond the shard."""
+        """Bytes of the whole parameters in addition to the shard."""
         return sum(memory.passing_bytes for memory in self.memories.values())
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes that being whole and exact takes beyond the shard."""
+        """Bytes of the whole, exact parameters in addition to the shard."""
         return sum(memory.exact_bytes for memory in self.memories.values())
 
     def start_fetch(self) -> None:
-        """Begins to fetch an offloaded shard to the memory that the gather reads."""
+        """Starts to fetch an offloaded shard into the gather's memory."""
         for memory in self.memories.values():
             memory.start_fetch()
 
     def forget_fetch(self) -> None:
-        """Drops a fetch that was not gathered."""
+        """Drops a fetched shard without a gather."""
         for memory in self.memories.values():
             memory.forget_fetch()
 
@@ -212,7 +212,7 @@ class Unit:
         """SHARDED → UNSHARDING: starts the all-gathers."""
         if not self.is_sharded:
             raise self._misplaced(UnitState.SHARDED)
-        # Before the gather writes: an edit of the sharded parameter would be overwritten unseen.
+        # Before the gather writes, because it would overwrite an edit of the sharded parameter without notice.
         self._refuse_edits()
         self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.not_sharded[self] = None
@@ -221,7 +221,7 @@ class Unit:
             self._handles.append(memory.gather(partial(gather.start, bucket), exactly=gather.is_exact))
 
     def finish_unshard(self) -> None:
-        """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
+        """UNSHARDING → UNSHARDED: waits for the all-gathers and makes the parameters whole."""
         if self.state is not UnitState.UNSHARDING:
             raise self._misplaced(UnitState.UNSHARDING)
         if self.is_fetched:
@@ -235,18 +235,18 @@ class Unit:
             self.unseen.begin(self.buckets)
 
     def reshard(self, *, keeps: bool = False) -> None:
-        """UNSHARDED → SHARDED: frees all but the shard, into which edits of a forward are copied first.
+        """UNSHARDED → SHARDED: copies a forward's edits into the shard, then frees everything but the shard.
 
         Args:
-            keeps: leaves the parameters whole on this rank, to be gathered again with the others' or to be `let_go`.
+            keeps: leaves the parameters whole on this rank, until they are gathered again or `let_go` is called.
 
         Raises:
-            RuntimeError: an edit cannot be taken in.
+            RuntimeError: an edit cannot be copied into the shard.
         """
         if self.state is not UnitState.UNSHARDED:
             raise self._misplaced(UnitState.UNSHARDED)
         if list(map(_VERSION, self._parameters)) != self._versions:
-            # Counted edits take the whole values into the shard, and uncounted ones along: then nothing is lost.
+            # Copies all values into the shard, including uncounted edits. No edit is lost then.
             self._take_in_edits()
         elif self.unseen.watches:
             self.unseen.refuse(self.buckets)
@@ -260,7 +260,7 @@ class Unit:
             self.let_go()
 
     def let_go(self) -> None:
-        """SHARDED: frees the parameters that `reshard` has kept."""
+        """SHARDED: frees the parameters kept by `reshard`."""
         for memory in self.memories.values():
             memory.drop()
         self._hang_parameters()
@@ -274,38 +274,38 @@ class Unit:
         self.forget_edits()
 
     def forget_edits(self) -> None:
-        """Ignores a script's edits of the whole parameters, which are dropped with them."""
+        """Ignores a script's edits of the whole parameters so far."""
         with look_only():
             self._versions = list(map(_VERSION, self._parameters))
 
     def count_edit(self, slot: ParameterSlot) -> None:
-        """Has autograd and the master know that the shard's part of a parameter was edited."""
+        """Increases a parameter's version after an edit of the shard, for autograd and for the master, which follows versions."""
         with look_only():
             torch.autograd.graph.increment_version(slot.parameter)
         self.forget_edits()
 
     def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
-        """Counts a step's writes to parameters of a bucket as no edits of the script's."""
+        """Records a step's writes in the known versions, so that they do not count as the script's edits."""
         part, versions = self._part_of[bucket], self._versions
         if len(stepped) == len(bucket.slots):
-            # In a loop in C, for each bucket in each step.
+            # The loop runs in C, because this is called for each bucket in each step.
             versions[part] = map((1).__add__, versions[part])
             return
         for slot in stepped:
             versions[part.start + slot.number] += 1
 
     def store(self, slot: ParameterSlot, *, written: bool) -> None:
-        """Stores this rank's part of a whole value that a script put into a parameter of a sharded unit, if `written`."""
+        """If `written`, stores this rank's part of the whole value in a sharded unit's parameter; then restores its data."""
         bucket = slot.bucket
         if written:
             bucket.memory.store(slot.view, slot.interval, slot.parameter.detach())
-            # The master follows what no optimizer step has written.
+            # Marks the parameter as edited, for the master to follow.
             slot.version = -1
         self.set_data(slot)
         self._versions = list(map(_VERSION, self._parameters))
 
     def set_data(self, slot: ParameterSlot) -> None:
-        """Points a parameter at its data in this state."""
+        """Sets a parameter's data to its data in the present state."""
         slot.bucket.memory.set_data(slot.parameter, slot.view)
 
     def _misplaced(self, expected: UnitState) -> AssertionError:
@@ -334,7 +334,7 @@ class Unit:
                 raise _lost_edit(bucket.slots[0].name)
         with look_only():
             unchanged = list(map(_VERSION, self._parameters)) == self._versions
-            # Quick looks at all parameters, for each gather. False may be wrong: then each one is looked at below.
+            # Fast path, for each gather, with possible false negatives. Then fall through to the exact check.
             if unchanged and (all_are_hidden(self._parameters) or all(bucket.holds_all for bucket in self.buckets)):
                 return
             for slot, version in zip(self.slots, self._versions):
@@ -362,19 +362,19 @@ _transforms = torch._C._functorch.get_interpreter_stack
 
 
 def is_transformed() -> bool:
-    """Whether this is inside a transform of torch.func, which runs over whole parameters only."""
+    """Whether a transform of torch.func is running, which works only on whole parameters."""
     return bool(_transforms())
 
 
 def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
-    """Whether torch.func runs a forward over a unit that stays whole, which needs nothing done.
+    """Whether torch.func runs a forward over a unit that stays whole. Then the hooks have nothing to do.
 
     Args:
-        is_watched: inside `gathered_again`.
-        refuses: False behind a forward, which has been refused or has not.
+        is_watched: whether this is inside `gathered_again`.
+        refuses: False after a forward, which was checked before it ran.
 
     Raises:
-        RuntimeError: it runs one that the unit would have to be gathered for, or gathered again in the backward.
+        RuntimeError: the unit would have to be gathered for the forward, or gathered again in the backward.
     """
     stack = _transforms()
     if not stack:
@@ -383,7 +383,7 @@ def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
     if is_whole and not (is_watched and torch.is_grad_enabled()):
         return True
     if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
-        # What is gathered has no dimension of vmap's.
+        # Gathered parameters have no vmap dimension, so vmap alone can run the hooks.
         return False
     if refuses:
         raise RuntimeError(TRANSFORMED)

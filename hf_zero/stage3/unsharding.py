@@ -1,11 +1,11 @@
 """When units are unsharded, prefetched and resharded.
 
 [Note: the end of a unit's backward]
-Autograd runs the nodes that are ready in the reverse of the order in which forward made them, and accumulates a parameter's
-gradient before any other node. A tensor's hook runs when the node that made the tensor is about to run. So once the hook
-on a unit's output runs, every node of the units that came after it in forward has run, and those units can go. No node of
-ours is put around a unit's inputs to learn that: it would sum the gradients of an input that several units share (a
-decoder's encoder states) in another order than plain autograd does.
+Autograd runs ready nodes in the reverse order of their creation in forward, and runs the accumulation of a parameter's gradient
+before any other node. A tensor's hook runs just before the node that created the tensor. So when the hook on a unit's output
+runs, all nodes of later units have run, and the later units can be dropped. FSDP2 instead puts an autograd node around a unit's
+inputs. We do not: if several units share an input (a decoder's encoder states), such a node would change the order in which
+autograd sums the input's gradients.
 """
 
 import zlib
@@ -26,33 +26,34 @@ from ..step.collectives import Gather, Wire
 from ..step.common_starts import CommonStarts
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
-# ---- The order in which all ranks start gathers, whichever layers each of them runs ----
+# ---- The order in which all ranks start gathers, even if they run different layers ----
 #
 # [Note: layers that some ranks skip]
-# A gather needs every rank, and ranks run different layers: LayerDrop draws other numbers on each, a batch has no images, an
-# expert gets no tokens. So ranks start the gathers of one agreed order, and a rank that runs a later layer first takes part in
-# those before it. The order is learnt: a gather that always follows another is started without a word. Elsewhere, and at the end
-# of each forward and backward, ranks tell one another which layer they need, and all gather the earliest of these. No rank leaves
-# a forward or a backward while another one needs a layer there.
+# A gather needs every rank, but ranks may run different layers: LayerDrop draws different numbers on each rank, a batch has no
+# images, an expert gets no tokens. So all ranks start gathers in one agreed order. A rank that runs a later layer first joins the
+# gathers before it. The order is learned: if one gather always follows another, ranks start it without communication. In all
+# other cases, and at the end of each forward and backward, the ranks exchange which layer they need, and all of them gather the
+# earliest of these layers. No rank leaves a forward or backward while another rank still needs a layer.
 #
-# Reductions must not stand in the way; see [Note: waits for reductions].
+# Reductions must not block this; see [Note: waits for reductions].
 
 _ALL_BITS = 0xFFFFFFFF
 
 _MOST_UNSURE = 64
-"""Passes in which all ranks must go the same way before they do so without a word, after they have often gone other ways."""
+"""Maximum number of passes in which all ranks must agree on a next gather before they start it without communication."""
 
 
 class AgreedOrder:
     """The order in which all ranks start gathers. See [Note: layers that some ranks skip].
 
-    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The last numbers are ends: of a
-    forward without a backward, of one with a backward, and of a backward. One more is no gather: a rank asks for starts alone.
+    Each gather has a number: in a forward the unit's index, in a backward the unit's index plus the number of units. The next
+    three numbers are ends: of a forward without a backward, of a forward with a backward, and of a backward. The last number
+    means that a rank needs no gather, and asks only for starts of reductions.
 
     Args:
-        names: of the units, in their order.
-        transport: between all ranks that gather.
-        take_part: takes part in a gather that other ranks may need.
+        names: the units' names, in their order.
+        transport: connects all ranks that gather.
+        take_part: joins a gather that other ranks may need.
 
     Attributes:
         transport: the same.
@@ -61,7 +62,7 @@ class AgreedOrder:
 
     def __init__(self, names: Sequence[str], transport: Transport, take_part: Callable[[int], None]):
         units = self._units = len(names)
-        # With the layer's name, for errors that tell where a rank waits.
+        # With the layer's name, for errors about waiting ranks.
         needed = ["" if number >= 2 * units else names[number % units] for number in range(2 * units + 4)]
         self._labels = [Label(kind="agreement on the next layer", subject="this pass", holds=name) for name in needed]
         self.transport = transport
@@ -71,10 +72,10 @@ class AgreedOrder:
         self._only_starts = self._first_end + 3
         self._steps = 0
         self.starts = CommonStarts(0)
-        # Alike on all ranks: these change in agreements, and as gathers are started.
+        # Equal on all ranks, because these attributes change only in agreements and at starts of gathers.
         self._last = self._end = self.backward_end
         self._since_end: list[int] = []
-        # How many of these the checksum has.
+        # The number of these gathers in the checksum.
         self._summed = 0
         self._checksum = 0
         self._next: dict[int, int] = {}
@@ -82,7 +83,7 @@ class AgreedOrder:
         self._unsure: dict[int, int] = {}
         self._learnt: tuple[list[int], list[int]] = ([], [])
         self._place: dict[int, int] = {}
-        # Of this rank.
+        # Different on each rank.
         self._used: set[int] = set()
         self._own_last = self._last
 
@@ -92,13 +93,13 @@ class AgreedOrder:
 
     @property
     def following(self) -> int | None:
-        """The gather that comes next on all ranks; None if that is not known."""
+        """The next gather on all ranks; None if it is not known."""
         following = self._next.get(self._last)
-        # On a way that no backward has gone before, ranks agree on each layer; see [Note: waits for reductions].
+        # If this is the first backward on its way, ranks agree on each layer; see [Note: waits for reductions].
         return None if following is not None and following >= self._units and self.starts.is_new_way else following
 
     def expected(self, count: int) -> list[int]:
-        """Returns up to `count` gathers that come next on all ranks."""
+        """Returns up to `count` next gathers, equal on all ranks."""
         found: list[int] = []
         number: int | None = self._last
         while len(found) < count and (number := self._next.get(cast(int, number))) is not None:
@@ -106,15 +107,15 @@ class AgreedOrder:
         return found
 
     def use(self, number: int) -> None:
-        """Notes that this rank computes with a unit, which this pass may have gathered before."""
+        """Notes the use of a unit on this rank, if this pass has gathered the unit before."""
         if number in self._since_end:
             self._used.add(number)
             self._own_last = number
 
     def reach(self, number: int) -> None:
-        """Goes on to a gather, which the caller starts, or to an end. Takes part in all gathers before that."""
+        """Advances to a gather, which the caller then starts, or to an end. Joins all gathers before it."""
         if self.following == number:
-            # Nearly always: as below, for a gather that is expected.
+            # Fast path for the usual case: the expected gather, handled as below.
             self.note(number)
             self._used.add(number)
             self._own_last = number
@@ -128,7 +129,7 @@ class AgreedOrder:
                 if following == self._only_starts:
                     continue
             elif following != number and strayed is None:
-                # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
+                # This rank joins the expected gather, as the other ranks do. The next agreement drops the expectation.
                 strayed = self._last
             if following < self._first_end:
                 self.note(following)
@@ -147,32 +148,32 @@ class AgreedOrder:
             self._agree(self._only_starts, None)
 
     def note(self, number: int) -> None:
-        """Goes on to the gather that is `following`. The caller starts it, and may not compute with it."""
+        """Advances to the gather `following`, which the caller then starts. This rank may not use the unit."""
         self.starts.note(number, is_backward=number >= self._units)
         self._last = number
         self._since_end.append(number)
 
     def count_step(self) -> None:
-        """Notes that an optimizer step begins."""
+        """Counts an optimizer step. Called before the step."""
         self._sum_up()
         self._steps += 1
 
     def _sum_up(self) -> None:
-        """Adds the gathers that were noted since the last call to the checksum."""
+        """Adds the gathers noted since the last call to the checksum."""
         noted = self._since_end[self._summed :]
         if noted:
-            # With the step: a rank that gathers the right layers a step too early is found, too.
+            # Includes the step, to detect a rank with the right layers one step too early.
             self._checksum = zlib.crc32(array("Q", [self._steps, *noted]).tobytes(), self._checksum)
             self._summed = len(self._since_end)
 
     def _agree(self, number: int, strayed: int | None) -> int:
-        """Tells the other ranks which gather or end this rank needs, and returns the one that is next on all.
+        """Exchanges which gather or end each rank needs; returns the next one, the same on all ranks.
 
         Args:
-            strayed: the gather behind which all expected another one than this rank needed.
+            strayed: the gather after which all ranks expected a gather that this rank did not need.
         """
         count = len(self._labels)
-        # Three flags a number: needed now, used since the last end, strayed from behind it. The maximum over ranks is an "or".
+        # Three flags per number: needed now, used since the last end, wrong expectation after it. The maximum is a logical "or".
         said = bytearray(3 * count)
         said[number] = 1
         for each in self._used:
@@ -180,7 +181,7 @@ class AgreedOrder:
         if strayed is not None:
             said[2 * count + strayed] = 1
         said += self.starts.say(is_backward=self._is_of_backward(number))
-        # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
+        # The checksum and its complement. Their maxima over the ranks add up to all ones only if all checksums are equal.
         self._sum_up()
         said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
         heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
@@ -195,7 +196,7 @@ class AgreedOrder:
         needed = list(compress(range(self._only_starts), heard))
         if heard[self._only_starts]:
             return self._only_starts
-        # All ranks have heard the same and have learnt the same order: each chooses the same gather.
+        # All ranks have received the same flags and have learned the same order, so all choose the same gather.
         chosen = min(needed, key=self._rank_of)
         if chosen >= self._first_end:
             self._reach_end(chosen, heard[count : 2 * count])
@@ -206,7 +207,7 @@ class AgreedOrder:
         return chosen
 
     def _rank_of(self, number: int) -> tuple[int, int, int]:
-        """Sorts gathers: forward before backward, in the order learnt, and others behind; then the ends."""
+        """Sort key of gathers: forward before backward, learned gathers in their order, then other gathers; ends come last."""
         if number >= self._first_end:
             return number, 0, 0
         kind = number // self._units
@@ -216,14 +217,14 @@ class AgreedOrder:
         return -number if number >= self._units else number
 
     def _before(self, number: int, chosen: int) -> int:
-        """Returns the latest of the gathers behind which ranks need `chosen`. Collective."""
+        """Returns the latest of the gathers after which ranks need `chosen`. Collective."""
         everyone = self.transport.exchange((number, self._own_last), "exchange of a layer's index in the order")
         return max(
             (before for needed, before in everyone if needed == chosen), key=lambda each: self._place.get(each, -1)
         )
 
     def _learn_place(self, number: int, before: int) -> None:
-        """Puts a gather that nobody has needed before into the order."""
+        """Inserts a new gather into the learned order."""
         kind = number // self._units
         learnt = self._learnt[kind]
         place = self._place[before] + 1 if before in self._place and before // self._units == kind else 0
@@ -237,10 +238,10 @@ class AgreedOrder:
         is_backward = chosen >= self._units
         if last >= self._first_end:
             if (last == self.forward_end_with_graph) != is_backward:
-                # An evaluation between forward and backward, or a second forward, is not what comes each time.
+                # An evaluation between forward and backward, or a second forward, does not happen in each step.
                 return
         elif (last >= self._units) != is_backward or self._place[last] >= self._place[chosen]:
-            # Each way round in circles has an agreement.
+            # Expect only later gathers. Otherwise a cycle could have no agreement.
             return
         before, times = self._unanimous.get(last, (chosen, 0))
         times = (times if before == chosen else 0) + 1 if is_unanimous else 0
@@ -249,14 +250,14 @@ class AgreedOrder:
             self._next[last] = chosen
 
     def _doubt(self, number: int) -> None:
-        """Has ranks agree behind this gather, or end: once, and longer each time that they have gone other ways."""
+        """Makes ranks agree on the gather after this one again: at first once, then longer after each wrong expectation."""
         if self._next.pop(number, None) is not None:
-            # Once an evaluation has gone another way, training soon gathers ahead again.
+            # At first only once: after an evaluation with a different order, training soon prefetches again.
             self._unsure[number] = min(4 * self._unsure[number] or 1, _MOST_UNSURE) if number in self._unsure else 0
             self._unanimous.pop(number, None)
 
     def _reach_end(self, end: int, used: Sequence[int]) -> None:
-        # What no rank has used is not gathered again without a word.
+        # Do not expect a gather again if no rank has used the unit.
         if not all(map(used.__getitem__, self._since_end)):
             before, was_used = self._end, 1
             for number in self._since_end:
@@ -277,23 +278,23 @@ _VERSION, _PASSING_BYTES = attrgetter("_version"), attrgetter("passing_bytes")
 
 
 class Unsharding:
-    """Gathers each unit for its forward and its backward, the next ones ahead of time, and drops those done with.
+    """Gathers each unit for its forward and its backward, prefetches the next units, and drops units after their use.
 
-    Which unit is gathered when depends on forwards, and on outputs that announce a backward. What a rank reads besides, which
-    nothing announces in the backward, it keeps in memory until that has ended, and takes part in the unit's gathers as if it had
-    been dropped: so a read by one rank alone leaves no other rank waiting later.
+    Forwards, and hooks on their outputs in backward, determine when a unit is gathered. A unit that is read outside its own
+    forward gets no such hook in backward. The reading rank keeps the unit whole until backward ends, and still joins the
+    unit's gathers. So no other rank hangs if only one rank reads a unit.
 
     Args:
-        root: parameters that no layer has, whole from the model's forward to the end of its backward.
+        root: unit of the parameters outside of layers, whole from the model's forward to the end of its backward.
         layers: the other units.
-        wire: how they are gathered.
-        prefetch: units gathered ahead of the one in use.
-        reshard_after_forward: False keeps what has been gathered until the optimizer's step.
-        transport: between all ranks that gather.
+        wire: how units are gathered.
+        prefetch: number of units gathered ahead of the one in use.
+        reshard_after_forward: False keeps gathered units until the optimizer's step.
+        transport: connects all ranks that gather.
 
     Attributes:
-        reshards_after_forward: the same.
-        peak_bytes: the most that gathered parameters have taken beyond the shards.
+        reshards_after_forward: the argument `reshard_after_forward`.
+        peak_bytes: the largest number of bytes that gathered parameters have needed in addition to the shards.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class Unsharding:
             transport,
             WeakMethod(self, Unsharding._take_part),
         )
-        # The unit in use, and those that were gathered before their use.
+        # The unit in use, and the prefetched units.
         self._at: Unit | None = None
         self._ahead: list[Unit] = []
         self._running: list[Unit] = []
@@ -335,24 +336,25 @@ class Unsharding:
         self.peak_bytes = 0
 
     def count_starts(self, starts: CommonStarts, transport: Transport) -> None:
-        """Has the reductions counted that all ranks have started before they wait for a gather.
+        """Makes `starts` count the reductions started by all ranks before their wait for a gather.
 
         Args:
-            transport: of the ranks that reduce.
+            starts: counts the starts of reductions.
+            transport: connects the ranks that reduce.
         """
         order = self._order
         order.starts, starts.agree = starts, WeakMethod(order, AgreedOrder.agree_on_starts)
         if transport is not order.transport:
-            # Ranks with other parts of a split model may have other buckets, and all ranks send as many bytes.
+            # Ranks with different parts of a split model may have different numbers of buckets, but all must send equal sizes.
             counts = order.transport.exchange(starts.count, "exchange of the number of buckets")
             starts.count = starts.sure = max(counts)
 
     @property
     def in_pass(self) -> bool:
-        """Whether some unit's forward is running, or a backward."""
+        """Whether a forward of some unit, or a backward, is running."""
         return bool(self._running) or is_in_backward()
 
-    # ---- what the hooks call ----
+    # ---- called by the hooks ----
 
     def before_forward(self, unit: Unit, inputs: Sequence[object] = ()) -> None:
         """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
@@ -365,17 +367,17 @@ class Unsharding:
             self._at = None
             self._backward_follows = torch.is_grad_enabled()
             if not self._backward_follows:
-                # No step may ever come.
+                # In an evaluation. Otherwise only a step would check for edits, and a pure evaluation run has no steps.
                 self._refuse_unseen_edits()
         self._running.append(unit)
         self._use(unit, backward=False)
 
     def after_forward(self, unit: Unit, outputs: object, *, has_returned: bool = False) -> None:
-        """Drops `unit` unless its backward comes next, and has its outputs announce that backward.
+        """Drops `unit` unless its backward comes next, and hooks its outputs to gather the unit again in backward.
 
         Args:
-            has_returned: a layer's forward has ended without an exception. If none of its outputs is a tensor, nothing can
-                announce the backward, and the unit is kept until then.
+            has_returned: a layer's forward has ended without an exception. If none of its outputs is a tensor, no hook can
+                run in backward, so the unit is kept until backward ends.
         """
         if torch.is_grad_enabled():
             tensors = tensors_in(outputs)
@@ -385,32 +387,33 @@ class Unsharding:
         if is_in_backward():
             return
         if unit in self._running:
-            # An exception in a forward leaves out the units inside it.
+            # Also remove units inside this one: after an exception, their own `after_forward` may not have run.
             del self._running[self._running.index(unit) :]
         if unit is self._root and outputs is not None and not all(each.holds for each in self.units):
-            # Not behind an exception, which other ranks may not have: they would wait for this rank's gathers all the same.
-            # Nor inside `unsharded`, where a rank may run the model alone.
+            # Not after an exception, because other ranks without one still need this rank in their gathers. Not if all units are
+            # held either, because only one rank may run the model then.
             order = self._order
             order.reach(order.forward_end_with_graph if self._backward_follows else order.forward_end)
         if not self.reshards_after_forward:
             return
-        # Of the whole pass: reentrant checkpointing runs a layer without gradients, and its backward comes nevertheless.
+        # A property of the whole pass: reentrant checkpointing runs a layer without gradients, and yet a backward follows.
         backward_follows = self._backward_follows
-        # Backward begins with the last layer, which stays. Those before it would lie beside the logits, where memory peaks, and
-        # are gathered again while the last one's backward runs.
+        # The last layer stays, because backward begins with it. Earlier layers are dropped. Otherwise they would be in memory
+        # together with the logits, at the peak. They are gathered again during the last layer's backward.
         may_be_last = backward_follows and not self._ahead and self._order.following is None
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
         elif len(unit.modules) == 1 and not may_be_last:
-            # What stays although it was not the last goes when another comes, as units of several layers do.
+            # A unit that stays although it was not the last one is dropped when another unit is used. The same holds for units of
+            # several layers.
             self._drop([unit])
 
     @hidden_from_modes
     def before_read(self, unit: Unit) -> None:
-        """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
+        """Makes `unit` whole for code outside its own forward, such as a direct call of a submodule, or a parent's weight read.
 
-        It stays in memory until the end of the backward, which nothing announces for such a read.
+        The unit stays whole until backward ends, because no hook can gather it again for the backward of such a read.
         """
         self._reach(unit, backward=is_in_backward())
         self._finish(unit)
@@ -419,16 +422,16 @@ class Unsharding:
 
     @hidden_from_modes
     def before_saved_read(self, unit: Unit) -> None:
-        """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
+        """Makes `unit` whole for a backward node outside all layers, until the next layer's backward."""
         self._reach(unit, backward=True)
         self._finish(unit)
 
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
-        """Makes `unit` whole for its backward, and drops the layers whose backward has ended.
+        """Makes `unit` whole for its backward, and drops layers whose backward has ended.
 
         Args:
-            builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
-                parameters and nothing announces those, so all stays whole until a backward without it has ended.
+            builds_graph: this backward runs with create_graph. The nodes of a second backward read parameters, and no hook
+                gathers them, so all units stay whole until a backward without create_graph has ended.
         """
         if not self._is_backward_open:
             self._is_backward_open = True
@@ -439,13 +442,13 @@ class Unsharding:
         self._use(unit, backward=True)
 
     def end_gathers(self) -> None:
-        """This rank's backward gathers nothing more; returns when that is so on all ranks. Before reductions are waited for."""
+        """Called after this rank's last gather of a backward. Joins other ranks' gathers until all ranks have finished theirs."""
         if is_transformed():
             return
         self._order.reach(self._order.backward_end)
 
     def end_backward(self) -> None:
-        """A backward pass is over."""
+        """Called at the end of a backward."""
         if self._is_backward_open:
             self._is_backward_open = False
             self._keeps_all = self._builds_graph
@@ -454,23 +457,23 @@ class Unsharding:
             self._drop_all()
 
     def recover(self) -> None:
-        """Forgets a forward or backward that an exception has ended. Called outside of both."""
+        """Clears the state of a forward or backward after an exception. Called outside of both."""
         self._running.clear()
         if self._is_backward_open:
             self.end_backward()
 
-    # ---- what the engine calls ----
+    # ---- called by the engine ----
 
     @hidden_from_modes
     def unshard(self, units: Iterable[Unit]) -> None:
-        """Makes units whole and exact, all gathers at once."""
+        """Makes units whole and exact; all gathers run at the same time."""
         units = list(units)
         if not all(unit.holds for unit in units):
-            # One rank alone may read what all hold.
+            # Not if all units are held: then nothing is gathered, and one rank may call this without the others.
             self.catch_up()
         for unit in units:
             if not unit.is_sharded and unit.gather is not self._wire.exact:
-                # Last: everything that can run beside the wait has been started.
+                # A gather in another form must finish before its memory is used again.
                 self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
             self._start(unit, self._wire.exact)
@@ -479,11 +482,11 @@ class Unsharding:
             unit.unseen.leave_to_script()
 
     def catch_up(self) -> None:
-        """Takes part in gathers that other ranks have started ahead or still need, before collectives outside of a pass."""
+        """Joins gathers prefetched or still needed by other ranks. Called before collectives outside of a pass."""
         self._order.reach(self._order.forward_end)
 
     def reshard_all(self) -> None:
-        """Drops all gathered parameters, which a step is about to make stale."""
+        """Drops all gathered parameters before a step changes the shards."""
         held = [unit.name for unit in self.units if unit.holds]
         if held:
             raise RuntimeError(
@@ -494,33 +497,33 @@ class Unsharding:
         self._order.count_step()
         self._fetch([])
         self._drop_all()
-        # Copies inside a node are of the values before the step.
+        # Secondary copies inside a node have the values before the step.
         self._wire.forward.forget()
         for unit in self.units if self._fetches else ():
-            # A fetch under way has the values before the step, and reads memory that the step writes.
+            # A running fetch has the values before the step, and reads memory written by the step.
             unit.forget_fetch()
         self._refuse_unseen_edits()
 
     def forget_copies(self, unit: Unit) -> None:
-        """Drops copies of a sharded unit's parameters outside of the shard, which is about to change."""
+        """Drops copies of a sharded unit's parameters before the shard changes."""
         self._wire.forward.forget()
         unit.forget_fetch()
 
     @hidden_from_modes
     def release(self, units: Iterable[Unit]) -> None:
-        """Drops units that were made whole for a look. Units with a running forward return to its form."""
+        """Drops units gathered by `unshard`. A unit with a running forward is gathered again in the forward's form."""
         units = list(units)
         self._drop([unit for unit in units if unit not in self._running])
         for unit in units:
             if unit in self._running and not unit.holds and unit.gather is not self._wire.forward:
-                # A forward is running on these parameters, and goes on with the values that it has begun with.
-                # Exact ones may be of another dtype than the forward, or have digits that it does not.
+                # The running forward continues with the same values as before. Exact values may have a different dtype or more
+                # precision.
                 self._finish(unit)
                 unit.reshard()
                 self._start(unit, self._wire.forward)
                 self._finish(unit)
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
         root = self._root
@@ -529,30 +532,30 @@ class Unsharding:
             return
         self._at, ahead = unit, self._ahead
         if unit in ahead:
-            # Those before it were passed over.
+            # Also remove earlier prefetched units, which this rank has skipped.
             del ahead[: ahead.index(unit) + 1]
         if self.reshards_after_forward and unit is not root:
             others = self._not_sharded.keys() - {unit, root}
             if others and (others := others.difference(ahead, self._running)):
-                # Release before gather: else the new layer's memory comes on top of the one that is done.
+                # Release before the gather. Otherwise the new layer would need memory in addition to the finished one.
                 self._drop(self._in_order(others))
-        # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
+        # Start this unit's gather before the prefetches, because gathers run in order, and this unit is needed first.
         self._reach(unit, backward=backward)
         while len(ahead) < self._prefetch and self._has_room():
             if not self._gather_expected(backward=backward):
                 break
         if self._fetches:
-            # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
+            # Offloaded shards may be slow to read, so fetch them while the gathers before theirs run.
             following = self._order.expected(self._prefetch + 1 - len(ahead))
             self._fetch([self.units[number % len(self.units)] for number in following])
         self._finish(unit)
 
     def _in_order(self, units: Iterable[Unit]) -> list[Unit]:
-        """Sorts units as the schedule has them, which is the same order on all ranks."""
+        """Sorts units in the order of the schedule, which is the same on all ranks."""
         return sorted(units, key=self._numbers.__getitem__)
 
     def _reach(self, unit: Unit, *, backward: bool) -> None:
-        """Starts a unit's gather, in the order of all ranks, unless the unit is whole."""
+        """Starts a unit's gather, in the agreed order, unless the unit is whole."""
         number = self._order.number(self._numbers[unit], backward=backward)
         if unit.is_sharded:
             self._order.reach(number)
@@ -561,7 +564,7 @@ class Unsharding:
             self._order.use(number)
 
     def _gather_expected(self, *, backward: bool) -> bool:
-        """Starts the gather that comes next on all ranks, ahead of its use; returns whether there is one."""
+        """Prefetches the next unit, if the next gather is known and of the same pass; returns whether a gather was started."""
         order, count = self._order, len(self.units)
         following = order.following
         if following is None or (following >= count) is not backward:
@@ -581,21 +584,21 @@ class Unsharding:
         if torch.is_grad_enabled() is self._backward_follows:
             self._start(unit, self._wire.forward)
             return
-        # Reentrant checkpointing runs a layer without gradients, which a rank that skips the layer does not: both must keep the
-        # part that `comm.secondary_shard` asks for, or none.
+        # Reentrant checkpointing runs a layer without gradients, but a rank that skips the layer joins its gather with gradients
+        # enabled. Use the mode of the whole pass, so that either all ranks keep a secondary shard or none does.
         with torch.set_grad_enabled(self._backward_follows):
             self._start(unit, self._wire.forward)
 
     def _take_part(self, number: int) -> None:
-        """Takes part in a gather that other ranks may need, and leaves the unit as it is on this rank."""
+        """Joins a gather for other ranks, and restores the unit's state on this rank afterwards."""
         unit = self.units[number % len(self.units)]
         if unit.holds:
-            # Whole on all ranks, which `gathered` has brought together.
+            # `gathered` is collective, so the unit is whole on all ranks.
             return
         is_in_use = not unit.is_sharded
         if is_in_use:
             self._finish(unit)
-            # Kept: this rank's code may hold the parameters just now, and finds the same values there behind the gather.
+            # Keep the memory, because running code on this rank may use the parameters. The gather writes the same values again.
             unit.reshard(keeps=True)
         self._start_for(unit, backward=number >= len(self.units))
         self._finish(unit)
@@ -603,7 +606,7 @@ class Unsharding:
             unit.reshard(keeps=unit in self._kept)
 
     def _fetch(self, wanted: list[Unit]) -> None:
-        """Begins to fetch the shards of units that are wanted next, and gives up those that no longer are."""
+        """Starts to fetch the shards of the units in `wanted`, and cancels fetches of other units."""
         for unit in self._fetching:
             if unit.is_sharded and unit not in wanted:
                 unit.forget_fetch()
@@ -612,9 +615,9 @@ class Unsharding:
             unit.start_fetch()
 
     def _has_room(self) -> bool:
-        """Whether one more layer may be gathered ahead of its use."""
+        """Whether one more layer may be prefetched."""
         if len(self._not_sharded) - (self._root in self._not_sharded) <= self._prefetch:
-            # Nearly always, without a look at each.
+            # Fast path for the usual case.
             return True
         passing = [unit for unit in self._not_sharded if not (unit.holds or unit is self._root)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
@@ -622,7 +625,7 @@ class Unsharding:
     def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
             unit.start_unshard(gather)
-            # A kept unit counts, although its state is sharded: this rank has its parameters whole.
+            # A kept unit also counts. Its state is SHARDED, but its parameters are whole on this rank.
             gathered = sum(map(_PASSING_BYTES, self._not_sharded.keys() | self._kept))
             if gathered > self.peak_bytes:
                 self.peak_bytes = gathered
@@ -630,10 +633,10 @@ class Unsharding:
     def _finish(self, unit: Unit) -> None:
         if unit.state is UnitState.UNSHARDING:
             starts = self._order.starts
-            # In a forward, the dict is empty.
+            # The dict is empty in a forward.
             if starts.before:
                 before = starts.before.get(self._order.number(self._numbers[unit], backward=True))
-                # None if the forward has gathered the unit: all ranks have started that gather.
+                # None if the forward has gathered the unit. Then all ranks have already started the gather.
                 if before is not None:
                     starts.keep_promise(*before)
             unit.finish_unshard()
@@ -642,15 +645,15 @@ class Unsharding:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
                 if unit.state is UnitState.UNSHARDING:
-                    # The gather under way writes to the memory that the reshard gives back.
+                    # The running gather writes to the memory freed by the reshard.
                     self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
 
     def _drop_all(self) -> None:
-        """Drops also kept units, whose backward will not come."""
+        """Drops all units, including kept ones, whose backward has ended or will not run."""
         if self._keeps_all:
             return
-        # Emptied first: `_drop` would keep these once more.
+        # Emptied first. Otherwise `_drop` would keep these units again.
         kept, self._kept = self._kept, set()
         self._drop(self._in_order(self._not_sharded))
         for unit in kept:
@@ -661,8 +664,8 @@ class Unsharding:
         refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])
 
     def _watch(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
-        # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time. One that the
-        # layer has written into is made here.
+        # Skip tensors that the layer only passes through (T5's position bias): another module created them, so their hooks would
+        # run at a different time. A tensor that the layer has modified in place has a new node in this layer.
         versions = self._versions.pop(unit, {})
 
         def announce(_gradient: torch.Tensor) -> None:
@@ -671,14 +674,14 @@ class Unsharding:
                     return announce(_gradient)
             self.before_backward(unit, builds_graph=torch.is_grad_enabled())
 
-        # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.
+        # An in-place operation on a view replaces the view's node in the graph, while the node of its base stays.
         for tensor in _with_bases(outputs):
             if versions.get(id(tensor)) != tensor._version:
                 tensor.register_hook(announce)
 
 
 def _with_bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that take gradients, and the bases of views."""
+    """Returns the tensors with requires_grad, and such bases of views among them."""
     found = []
     for tensor in tensors:
         if tensor.requires_grad:

@@ -166,7 +166,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def release(self, bucket: Bucket) -> None:
-        """Frees memory that need not last from the step to the next backward."""
+        """Frees memory not needed from the step to the next backward."""
 
     @abstractmethod
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -298,7 +298,7 @@ class GradientStore(ABC):
 
     def start_again(self, bucket: Bucket) -> None:
         """Reduces late gradients of any rank, and adds the sum to the first one."""
-        # The first sum must be finished, because the second sum is added to it.
+        # The second sum is added to the first one, which must be finished.
         self.finish(bucket)
         # The first result may still be copied out of the buffer, which is filled again.
         bucket.await_gradient()
@@ -695,7 +695,7 @@ class ShardedGradients(GradientStore):
             if not slot.used or (is_there and not slot.used_elsewhere):
                 continue
             if is_there:
-                # Only another rank used the parameter. If a step has freed this rank's gradient, the sum would lack it.
+                # Only another rank used the parameter. After a step, the sum would lack this rank's freed gradient.
                 slot.sharded_gradient.refuse_if_spent()
             # If the script removed the stand-in from `p.grad` (zero_grad), this also drops its pending sum.
             slot.sharded_gradient.become(GradientState.HELD)
@@ -763,14 +763,14 @@ class ShardedGradients(GradientStore):
         pool, in_flight = self._pool, self._in_flight
         room = pool.room_for(bucket, beside)
         if room == 1 and not in_flight:
-            # The bucket would get the last buffer, so an earlier bucket that is not full must get one before.
+            # The bucket would get the last buffer, so start an earlier, partly filled bucket before.
             self.start_passed_over(bucket)
             room = pool.room_for(bucket, beside)
         # Backward waits here for the oldest reduction, because the limit on buffers limits gradient memory.
         while room == 0 and (in_flight or self.start_passed_over(bucket)):
             if in_flight:
                 oldest = in_flight[0]
-                # Do not ask while a bucket starts: it already counts as started, so other ranks would wait for it.
+                # Do not ask while a bucket starts: the bucket already counts as started, so other ranks would wait for it.
                 if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.places[oldest] + 1)):
                     break
                 self.finish(oldest)

@@ -161,7 +161,7 @@ class RankAllocation:
             return stock(self._module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        # The copied module has no engine, so it gets the plain method.
+        # The copied module gets the plain method, because no engine trains the copy.
         return getattr(memo[id(self._module)], _NAME)
 
     def __reduce__(self) -> tuple:
@@ -461,7 +461,7 @@ class TrainingStep:
         if len(asked) != len(self._asked) or not all(map(is_, asked, self._asked)):
             wanted = dict.fromkeys(parameter for parameter in asked if parameter in slot_of)
             rows = [row_of[parameter] for parameter in wanted if parameter in row_of]
-            # Compare parameters, not rows, so that all ranks get the same answer.
+            # Compare parameters, not rows: all ranks must get the same answer.
             self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
         return self._found
 
@@ -481,7 +481,7 @@ class TrainingStep:
             unit.unseen.watch(is_told=replicas.watches)
 
     def _changes_of_gathered(self) -> list[tuple[list[ParameterSlot], torch.Tensor]]:
-        """Returns and clears the findings of `UnseenEdits` that all ranks compare."""
+        """Returns and clears the findings of `UnseenEdits` for all ranks."""
         found = [unit.unseen.for_all_ranks for unit in self._units]
         for unit in self._units:
             unit.unseen.for_all_ranks = None
@@ -640,9 +640,9 @@ class TrainingStep:
         self._enter(TrainingState.STEP)
         # Before the step changes parameters, because the end of a failed pass still gathers their old values.
         self.gradients.recover()
-        # Before any write of the step, because gathers still read the shards that the optimizer writes.
+        # Before any write of the step, because gathers still read the shards.
         self._end_reads()
-        # A gradient that was only accumulated differs between ranks, so a step would make their parameters differ.
+        # An accumulated, unreduced gradient differs between ranks, so a step would make their parameters differ.
         self.gradients.refuse_unreduced()
         if self.gradients.settings_differ:
             self.gradients.settings_differ = False
@@ -714,7 +714,7 @@ class TrainingStep:
         if is_first:
             self.settings.steps += 1
             self.stop_due = self._stop_of_all_ranks()
-            # A rank that still wants to stop asks again in the next step.
+            # A rank with a pending stop asks again in the next step.
             self.gradients.stop_agreed = 0
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
@@ -775,7 +775,7 @@ class TrainingStep:
             if self._gathers_layers:
                 parts.sharded.follow_step(bucket, stepped)
         for bucket in buckets:
-            # Free gradients before the gathers begin, so that the gathers can use the memory.
+            # Free gradients before the gathers begin, because the gathers need memory for buffers.
             self.store.release(bucket)
         if parts.replicas is not None:
             parts.replicas.after_update(optimizer, buckets)
