@@ -36,11 +36,6 @@ EXTRAS = {
             "stochastic:stochastic_triton",
         ),
     ),
-    "early": Extra(
-        what="Early steps of offloaded state, while backward still runs.",
-        switch="`offload.speculate_bytes`",
-        factories=("early:Early",),
-    ),
     "wire": Extra(
         what="Gradients and parameters in int8 blocks, and outer steps between groups of ranks.",
         switch="`comm.gradients`, `comm.weights` or `comm.sync_every`",

@@ -84,7 +84,6 @@ _PAGES = {
 
 _WORDS = {
     "report": "true, false",
-    "offload.speculate_bytes": "auto, 0",
     "comm.late_s": "0",
     "checkpoint.on_signal": "none, auto",
 }

@@ -701,12 +701,6 @@ class Bucket:
         self._set_master(master)
         self.is_away = False
 
-    def exchange_master(self, master: torch.Tensor) -> None:
-        """Sets `master`, (shard_numel,), as the master. The caller owns the former tensor from now on."""
-        if not self.precision.has_master:
-            self.memory.exchange_own(master)
-        self._set_master(master)
-
     def store(self, placeholder: torch.Tensor) -> None:
         """Leaves the master to a file. `placeholder`: a 0-d tensor of the master's dtype."""
         # Expanded instead of empty, because rows are slices of the master and must keep their shapes for the optimizer.

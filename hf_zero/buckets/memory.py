@@ -107,12 +107,6 @@ class ParameterMemory(ABC):
         """Replaces elements of the shard."""
         self.own_part(interval).copy_(values)
 
-    def exchange_own(self, values: torch.Tensor) -> None:
-        """Replaces the shard's tensor by another one, if the shard is separate in host memory."""
-        raise AssertionError(
-            "hf_zero: bug: a shard that is a part of its bucket cannot be exchanged. Open an issue with this traceback."
-        )
-
     def own_part(self, interval: Interval) -> torch.Tensor:
         """Returns live elements of the shard, without allocating memory."""
         return self.own[interval.start : interval.stop]
@@ -528,9 +522,6 @@ class OffloadedMemory(GatheredMemory):
 
     def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:
         self._values.write(values)
-
-    def exchange_own(self, values: torch.Tensor) -> None:
-        self._values.values = values
 
     def own_part(self, interval: Interval) -> torch.Tensor:
         return self._values.part(interval)

@@ -55,11 +55,6 @@ class OffloadConfig:
     """Fraction of the state that `optimizer` moves. Buckets whose gradients are ready first are moved first."""
     nvme_path: str | None = None
     """For `nvme`: an existing, writable folder on a local disk of every host."""
-    speculate_bytes: int | str = AUTO
-    """Bytes per rank for copies of state, used to step buckets during backward: in memory with `cpu`, on disk with `nvme`. 0:
-    none.
-    `auto`: on an accelerator, half of the memory that state leaves free; 0 on the CPU, and for `optimizer: cpu` with `params:
-    nvme`."""
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -77,15 +72,6 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
-        # 0 is valid with every kind of offload, since it asks for nothing. Compare the type as well: False equals 0.
-        is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
-        if is_said and not is_auto(self.speculate_bytes):
-            object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
-            if not self.moves_state:
-                raise ConfigError(
-                    "hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
-                    f"{self.optimizer}): copies of state in host memory or in files. Set one of those, or leave it out."
-                )
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -281,7 +267,6 @@ class OffloadSettings(TypedDict, total=False):
     activations: str
     ratio: float
     nvme_path: str | None
-    speculate_bytes: int | str
 
 
 class CommSettings(TypedDict, total=False):

@@ -22,15 +22,15 @@ from ..comm.groups import Groups, RankGroup, with_time_limits
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, OuterConfig, ZeroConfig
 from ..device import available_host_bytes, free_bytes, ranks_on_this_host, with_index
-from ..extras import extra, is_installed
+from ..extras import extra
 from ..offload.activations import ActivationsInHostMemory
 from ..offload.choice import Placement, choose_tiers
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
-from ..optimizer.bucket_state import Placeholders, tier_bytes_needed
-from ..optimizer.holder import StateHolder, StepChoice, StepTiming
+from ..optimizer.bucket_state import tier_bytes_needed
+from ..optimizer.holder import StateHolder, StepChoice
 from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
@@ -77,18 +77,15 @@ def choose_holder(
     transport: Transport,
     *,
     nonfinite: NonFiniteCheck,
-    needed: Elsewhere,
 ) -> StateHolder:
     """Chooses the holder of optimizer state in this tier, and the way of its steps.
 
     Args:
         nonfinite: what looks at the gradients before a step.
-        needed: what `refuse_unless_it_fits` has found to be there.
     """
     places = Places(config, tier, optimizers)
     return StateHolder(
         place=places.of,
-        timing=_choose_timing(config.offload, tier, places.placeholders, needed),
         choice=_choose_steps(config, tier, nonfinite),
         files=tier.files,
         transport=transport,
@@ -100,35 +97,6 @@ def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> 
         return StepChoice()
     # A function: each look at the gradients leaves another tensor in `found_inf`.
     return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
-
-
-def _choose_timing(
-    offload: OffloadConfig,
-    tier: Tier,
-    placeholders: Placeholders,
-    needed: Elsewhere,
-) -> StepTiming:
-    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    if not most_bytes:
-        return StepTiming()
-    return extra("early", "Early")(tier, tier.files, placeholders, most_bytes=most_bytes)
-
-
-def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
-    """Returns the bytes for copies of early steps on this rank, in host memory, or on disk beside files."""
-    if isinstance(config.speculate_bytes, int):
-        return config.speculate_bytes
-    if device.type == "cpu" or not is_installed("early"):
-        # On the host, a step during backward would take the cores that backward runs on.
-        return 0
-    if config.optimizer == "cpu" and config.params == "nvme":
-        # Copies would be in both kinds of memory, and the room in one does not say what the other may take.
-        return 0
-    in_files = config.optimizer == "nvme"
-    free, taken = (
-        (free_disk_bytes(config.files_folder), needed.disk) if in_files else (available_host_bytes(), needed.host)
-    )
-    return max(0, free // ranks_on_this_host() - taken) // 2
 
 
 def bytes_elsewhere(
@@ -164,8 +132,7 @@ def bytes_elsewhere(
         )
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
-        copies = _copy_bytes(offload, moved)
-        host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
+        host, disk = (0, moved) if on_disk else (moved, 0)
     if offload.moves_params:
         # What lies in host memory already leaves its place there.
         there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
@@ -175,15 +142,8 @@ def bytes_elsewhere(
             # An fp32 parameter is its own master, in its file, which both counts above have.
             equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
             once = share(equal)
-            second = _copy_bytes(offload, once)
-            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once - second, disk + second)
+            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
     return Elsewhere(host=host, disk=disk)
-
-
-def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
-    """Counts bytes of second copies of `moved` bytes of state."""
-    asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
-    return min(asked, moved)
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
@@ -453,7 +413,7 @@ def _assemble(
     # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
     refuse_unless_it_fits(config, needed, world)
     nonfinite = NonFiniteCheck(model, config, mesh.agreement, mesh.dp.transport, speaks=all_groups.is_first_of_run)
-    holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
+    holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
     # Before the division, which deals out parameters only: otherwise the scales would stay whole on each rank.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
-from torch.autograd.graph import increment_version
 
 from ..buckets.sharded import widen
 from ..hooks.guards import mix_in
@@ -56,8 +55,6 @@ def _unscale_rows(
         # torch would copy these scalars from an accelerator for gradients in host memory, and read the copies without waiting.
         scale, clean = inv_scale.cpu(), found_inf.cpu()
     found = _stock_unscale(scaler, optimizer, scale, clean, allow_fp16)
-    # torch does not count this as an edit, so an early step with the scaled gradients would be used.
-    increment_version(gradients)
     # Rows may be in other memory than the scale, and a rank may have no rows.
     mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
     # Agree before the step. A rank sees only overflows in its own shards, and could otherwise step while another rank skips.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..comm.ledger import CommRow
 from ..device import in_units
-from ..optimizer.bucket_state import EarlyReport, KernelReport
+from ..optimizer.bucket_state import KernelReport
 
 IN_FILES = "NVMe"
 """Where a row is that takes no memory."""
@@ -43,16 +43,12 @@ class TrafficReport:
 class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
-    `most_beside_bytes` is what copies of the state, and the gradients that steps on them read, come to when all are there: they
-    are made in the first steps that are taken early. `traffic` is None where all state is in memory, `early` where every
-    step is taken in its time, and `kernels` where the optimizers' own steps take all of them.
+    `traffic` is None if all state is in memory, and `kernels` is None if the optimizers step all buckets themselves.
     """
 
     rows: tuple[MemoryRow, ...]
     peak_bytes: int
-    most_beside_bytes: int = 0
     traffic: TrafficReport | None = None
-    early: EarlyReport | None = None
     kernels: KernelReport | None = None
 
     @property

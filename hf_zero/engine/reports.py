@@ -16,7 +16,7 @@ from ..optimizer.holder import StateHolder
 from ..stage3.sharded_model import ShardedModel
 from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts
-from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render
+from .report_tables import MemoryReport, MemoryRow, TrafficReport, render
 from .state_rows import state_of
 
 # ---- Bytes that this rank holds, by kind, counted from the tensors themselves ----
@@ -44,8 +44,6 @@ def report_memory(
         ),
         peak_bytes=peak_bytes(parts.device),
         traffic=_traffic(parts),
-        most_beside_bytes=holder.timing.most_beside_bytes(),
-        early=holder.timing.report(),
         kernels=holder.choice.report(),
     )
 
@@ -142,12 +140,6 @@ def _state_rows(
     if window_bytes:
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
-    beside = (
-        ("copies of the state", holder.timing.copy_bytes(), "host memory"),
-        ("copies of the state", holder.timing.file_copy_bytes(), IN_FILES),
-        ("gradients of early steps", holder.timing.gradient_bytes(), "host memory"),
-    )
-    rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
     return rows
 
 

@@ -203,7 +203,7 @@ class AtStart:
     ddp: Forecast | None = None
 
 
-STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals", "copies")
+STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals")
 KINDS = (*STATE_KINDS, "gradient buffers", "gathered", "activations", "logits", "step", "runtime")
 """Kinds of memory, in the order in which tables and charts show them."""
 
@@ -240,7 +240,6 @@ def forecast(
         "masters": plan.masters,
         "optimizer state": plan.optimizer or 0,
         "residuals": plan.residuals,
-        "copies": plan.beside,
     }
     in_files = {kind: min(nbytes, state[kind]) for kind, nbytes in moved["files"].items()}
     in_host = {kind: min(nbytes, state[kind] - in_files.get(kind, 0)) for kind, nbytes in moved["host"].items()}
@@ -345,7 +344,6 @@ def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> 
         # Reduced gradients are in host memory for both tiers of state.
         reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.apart)
         found["host"]["gradients"] = reduced
-        found["host"]["copies"] = plan.beside
     if offload.moves_params:
         where = found["files" if offload.params == "nvme" else "host"]
         where["parameters"] = sum(c.parameter_bytes for c in costs if c.trained and c.sharded)

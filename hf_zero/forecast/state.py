@@ -60,7 +60,6 @@ class StatePlan:
     Attributes:
         frozen: parameters without gradients, and buffers.
         residuals: unsent parts of gradients, kept by error feedback.
-        beside: copies of state, with gradients, for early steps.
         in_files: the part of all kinds that is in files instead of memory.
     """
 
@@ -71,13 +70,12 @@ class StatePlan:
     residuals: int
     gradient_buffers: int
     optimizer: int | None
-    beside: int
     in_files: int
 
     @property
     def total(self) -> int:
         """Total of lasting bytes in host and device memory, as far as known in advance."""
-        lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
+        lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals)
         return sum(lasts) + (self.optimizer or 0) - self.in_files
 
 
@@ -131,7 +129,6 @@ def plan_states(
     costs: Sequence[BucketCost],
     config: ZeroConfig,
     replicas: int = 1,
-    beside: int = 0,
     kept_whole: int = 0,
     *,
     accumulates: bool = False,
@@ -144,7 +141,6 @@ def plan_states(
 
     Args:
         replicas: number of shard groups.
-        beside: bytes for early steps.
         kept_whole: bytes of frozen parameters and buffers that are in no bucket.
         accumulates: a step has several micro-batches.
     """
@@ -171,7 +167,6 @@ def plan_states(
         if pooled
         else 0,
         optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
-        beside=beside,
         in_files=in_files,
     )
 

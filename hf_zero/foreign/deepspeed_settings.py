@@ -140,7 +140,7 @@ _ZERO: dict[str, Rule] = {
     "override_module_apply": never("`hf_zero.init` builds models that are too large for one device"),
     "log_trace_cache_warnings": never(_INSIDE),
     "leaf_module": instead("name the classes that are gathered together in `unit_modules`"),
-    "zenflow": instead("`offload.speculate_bytes` steps in host memory during backward, to the same bits"),
+    "zenflow": instead("leave it out: each step uses all of its own gradients, in host memory"),
 }
 
 OF_JSON: Table = {

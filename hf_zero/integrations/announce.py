@@ -232,9 +232,8 @@ def _hindrances(engine: ZeroEngine) -> str:
 def _plan_of(
     engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0, *, accumulates: bool = False
 ) -> StatePlan:
-    costs, beside = _costs(engine, buckets), engine.memory_report().most_beside_bytes
     replicas = engine.groups.replicate.size
-    return plan_states(costs, engine.config, replicas, beside, kept_whole, accumulates=accumulates)
+    return plan_states(_costs(engine, buckets), engine.config, replicas, kept_whole, accumulates=accumulates)
 
 
 def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
@@ -259,7 +258,6 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
     ours = {
         "masters": plan.masters,
         "gradient residuals": plan.residuals,
-        "copies for early steps": plan.beside,
     }
     only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
     frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
@@ -398,17 +396,7 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
             f"optimizer state, masters and reduced gradients in {engine.tier.name}: {in_units(moved_bytes)} a rank, of "
             f"{in_units(available_host_bytes())} that this host has left; the step runs there"
         )
-    return [*rows, ("offload.optimizer", what + stays), *_early_rows(engine)]
-
-
-def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    report, offload = engine.memory_report(), engine.config.offload
-    early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
-    if early is None:
-        return []
-    where = "in files" if offload.optimizer == "nvme" else in_memory
-    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies {where}"
-    return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
+    return [*rows, ("offload.optimizer", what + stays)]
 
 
 def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
@@ -599,7 +587,6 @@ def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]
         "residuals": plan.residuals,
         "gradient buffers": plan.gradient_buffers,
         "optimizer state": plan.optimizer,
-        "copies for early steps": plan.beside,
     }
     return {
         "plan": {kind: nbytes for kind, nbytes in ours.items() if nbytes is not None},

@@ -134,7 +134,7 @@ SEAMS = (
     Seam(
         owner="torch:Tensor",
         names=("_make_wrapper_subclass", "_version"),
-        where=("buckets", "early", "kernels", "offload", "optimizer", "stage3", "step", "integrations/trainer_saves"),
+        where=("buckets", "kernels", "offload", "optimizer", "stage3", "step", "integrations/trainer_saves"),
         why="Gradients without memory; version counters, which show writes to parameters and activations.",
         test="test_gradients.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),

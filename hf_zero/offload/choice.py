@@ -2,7 +2,7 @@
 
 import torch
 
-from ..config import AUTO, OffloadConfig
+from ..config import OffloadConfig
 from .host_memory import HostCores, choose_host_cores
 from .shards import FileParameters, HostParameters, ParameterTier
 from .tiers import HostTier, NvmeTier, StateFiles, Tier
@@ -23,9 +23,7 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
 def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
     """Chooses the tier of state."""
     if config.optimizer == "nvme":
-        # A dropped early step must not change the parameters, so the step writes to a separate master.
-        apart = config.speculate_bytes not in (AUTO, 0)
-        return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores, apart=apart)
+        return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores)
     if config.optimizer == "cpu" and config.params == "nvme":
         files = StateFiles(config.files_folder, WINDOW, cores, device, holds_state=False)
         return NvmeTier(device, files, cores, apart=True)

@@ -145,10 +145,6 @@ class Kind:
 class StoredShard:
     """A file with a region for each kind of state.
 
-    [Note: two sides of a file]
-    A file may have a second side with the same layout for a step that is not yet valid. Reads, and writes of a part, use the
-    first side, so the old state stays complete whatever happens to the new state. `exchange` makes the new state the current one.
-
     [Note: checksums]
     A region is a sequence of chunks. Each write stores the xxh3 of its chunks in memory, and each read compares them, in the
     reading thread. So parts of a chunk are read and written as whole chunks.
@@ -157,8 +153,7 @@ class StoredShard:
         kinds: each kind gets a region.
 
     Attributes:
-        nbytes: bytes of one side.
-        edition: grows with each write to the current side.
+        nbytes: bytes of all regions.
         read_bytes, written_bytes: bytes moved so far.
     """
 
@@ -170,13 +165,11 @@ class StoredShard:
             # Align each region, so that direct I/O can move one kind without the others.
             offset += aligned(kind.nbytes)
         self.nbytes = offset
-        self.edition = 0
-        self._start = 0
         # By the offset of a chunk in the file: its xxh3, and whether the mapped chunk has been compared.
         self._sums: dict[int, int] = {}
         self._is_compared: set[int] = set()
         self.read_bytes = self.written_bytes = 0
-        # An early step may read in a thread while a script's edit writes. A mix of both would look like a broken disk.
+        # A thread may read while a script's edit writes. A mix of both would look like a broken disk.
         self._whole = Lock()
         self.file = AlignedFile(path, self.nbytes)
 
@@ -193,28 +186,12 @@ class StoredShard:
 
     def read(self, buffer: torch.Tensor) -> None:
         # The buffers of a walk have the size of its largest shard.
-        self._read(buffer[: self.nbytes], self._start)
+        self._read(buffer[: self.nbytes], 0)
         self.read_bytes += self.nbytes
 
     def write(self, buffer: torch.Tensor) -> None:
-        # An early step may have read the previous values. With another edition, `optimizer.step()` drops the early step.
-        self.edition += 1
-        self._write(buffer[: self.nbytes], self._start)
+        self._write(buffer[: self.nbytes], 0)
         self.written_bytes += self.nbytes
-
-    def add_side(self) -> None:
-        """Creates a second side. Raises `OffloadError` on a full disk."""
-        self.file.grow(self.nbytes)
-
-    def write_aside(self, buffer: torch.Tensor) -> None:
-        """Writes the other side."""
-        self._write(buffer[: self.nbytes], self.nbytes - self._start)
-        self.written_bytes += self.nbytes
-
-    def exchange(self) -> None:
-        """Makes the other side the current one."""
-        self._start = self.nbytes - self._start
-        self.edition += 1
 
     def region_bytes(self, kind: str) -> int:
         """Returns the size of buffers for `read_region` and `write_region` of this kind."""
@@ -222,7 +199,7 @@ class StoredShard:
 
     def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
         """Reads all of one kind, (numel,), into a buffer (uint8) of `region_bytes`."""
-        self._read(buffer, self._start + self._regions[kind][0])
+        self._read(buffer, self._regions[kind][0])
         self.read_bytes += buffer.nbytes
         return self.region_values(kind, buffer)
 
@@ -233,8 +210,7 @@ class StoredShard:
 
     def write_region(self, kind: str, buffer: torch.Tensor) -> None:
         """Replaces all of one kind by a buffer (uint8) of `region_bytes`. The caller counts the bytes."""
-        self.edition += 1
-        self._write(buffer, self._start + self._regions[kind][0])
+        self._write(buffer, self._regions[kind][0])
 
     def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
         """Reads the elements `interval` of one kind into new memory."""
@@ -263,7 +239,6 @@ class StoredShard:
         part, blocks, first = self._read_around(kind, interval)
         # Copy into whole chunks, just read and compared, because a checksum covers a chunk and not a part.
         part.copy_(values)
-        self.edition += 1
         self._write(blocks, first)
         self.written_bytes += blocks.nbytes
 
@@ -279,16 +254,13 @@ class StoredShard:
 
     def _span(self, kind: str, interval: Interval) -> tuple[int, int, torch.dtype]:
         """Returns (first byte, end, dtype) of the elements `interval` of one kind in the file."""
-        offset, dtype = self._regions[kind][0], self._regions[kind][1].dtype
-        start = self._start + offset
+        start, dtype = self._regions[kind][0], self._regions[kind][1].dtype
         return start + interval.start * dtype.itemsize, start + interval.stop * dtype.itemsize, dtype
 
     def _chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yields (first byte, end) of the chunks with bytes from `start` to `stop`, which must be on one side."""
-        # The second side repeats the regions after the first side.
-        side = start // self.nbytes * self.nbytes if self.nbytes else 0
-        for offset, kind in self._regions.values():
-            begin, end = side + offset, side + offset + aligned(kind.nbytes)
+        """Yields (first byte, end) of the chunks with bytes from `start` to `stop`."""
+        for begin, kind in self._regions.values():
+            end = begin + aligned(kind.nbytes)
             if end <= start:
                 continue
             first = begin + max(0, start - begin) // _CHUNK_BYTES * _CHUNK_BYTES
@@ -324,22 +296,3 @@ class StoredShard:
 
 def _sum_of(chunk: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(chunk.numpy())
-
-
-class ReadRegion:
-    """One kind of a shard, for a walk without writes."""
-
-    def __init__(self, shard: StoredShard, kind: str):
-        self._shard = shard
-        self._kind = kind
-        self.nbytes = shard.region_bytes(kind)
-
-    def read(self, buffer: torch.Tensor) -> None:
-        self._shard.read_region(self._kind, buffer[: self.nbytes])
-
-    def values(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the values, (numel,), from a buffer filled by `read`."""
-        return self._shard.region_values(self._kind, buffer)
-
-    def write(self, buffer: torch.Tensor) -> None:
-        """Does nothing."""

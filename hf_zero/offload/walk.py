@@ -1,25 +1,20 @@
 """A walk over shards in files: reads the next shards and writes the previous ones while one is in use."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from ..device import allocate, enter_thread
-from .files import ReadRegion, StoredShard
+from .files import StoredShard
 from .host_memory import HostCores
 
 _HOST = torch.device("cpu")
 
 WINDOW = 2
 """Shards in transfer while another is stepped: one is read, one is written."""
-
-
-_Passing = TypeVar("_Passing", StoredShard, ReadRegion)
-_Result = TypeVar("_Result")
 
 
 class Window:
@@ -44,8 +39,8 @@ class Window:
         return min(self.size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 
     def walk(
-        self, shards: Sequence[_Passing], *, spared: int = 0
-    ) -> Generator[tuple[_Passing, torch.Tensor], None, None]:
+        self, shards: Sequence[StoredShard], *, spared: int = 0
+    ) -> Generator[tuple[StoredShard, torch.Tensor], None, None]:
         """Yields (shard, buffer with its contents), and writes the buffer when the caller continues.
 
         All writes have ended when the iterator is exhausted.
@@ -59,7 +54,7 @@ class Window:
         largest = max((shard.nbytes for shard in shards), default=0)
         free = [self.make_buffer(largest) for _ in range(min(self.size + 1 - spared, len(shards)))]
         to_read = deque(shards)
-        reading: deque[tuple[_Passing, torch.Tensor, Future]] = deque()
+        reading: deque[tuple[StoredShard, torch.Tensor, Future]] = deque()
         writing: deque[tuple[torch.Tensor, Future]] = deque()
 
         def read_ahead() -> None:
@@ -93,10 +88,6 @@ class Window:
         buffer = allocate(nbytes, torch.uint8, _HOST)
         self._cores.touch(buffer)
         return buffer
-
-    def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
-        """Runs `call` in the window's threads, between walks: at most `size` + 1 calls at a time."""
-        return self._threads.submit(call, *arguments)
 
     def close(self) -> None:
         self._threads.shutdown()

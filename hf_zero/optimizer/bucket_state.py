@@ -4,7 +4,7 @@ import copy
 import inspect
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -149,14 +149,12 @@ class Trial:
         kinds: (name, dtype) of each state tensor with one value per element.
         names: names of all state of the parameter.
         has_factors: whether some state tensors have other shapes than the parameter, or are in lists, tuples or dicts.
-        hindrance: the reason against early steps on copies; None without one.
         unsaved: state unfit for a checkpoint, in words; None without any.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
     names: frozenset[str]
     has_factors: bool
-    hindrance: str | None
     unsaved: str | None
 
 
@@ -179,35 +177,30 @@ def try_step(
     try:
         with torch.random.fork_rng(devices=[]):
             enter_training(trial)
-            before = torch.get_rng_state()
             with without_collectives():
                 own_step(trial)
-            draws = not torch.equal(torch.get_rng_state(), before)
     except Exception:
         # The class cannot step without its constructor, so this trial shows nothing. The caller decides how to proceed.
         return _try_new(optimizer, settings_of(settings), dtype)
-    return _trial_of(trial, parameter, draws=draws)
+    return _trial_of(trial, parameter)
 
 
-def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
-    """Collects the findings after a step; `draws`: whether the step has drawn random numbers."""
+def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Trial:
+    """Collects the findings after a step."""
     state, name = optimizer.state[parameter], type(optimizer).__name__
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
-    strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
-    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
     lost = [name_of(kind) for kind, value in flat_state(state).items() if not isinstance(value, _PLAIN)]
     unsaved = (
         f"{name} keeps {lost[0]!r}, which is no tensor or number, and no list, tuple or dict of these" if lost else None
     )
     loose = [key for key in optimizer.state if not torch.is_tensor(key)]
     if loose:
-        hindrance = unsaved = f"{name} keeps state of no parameter ({loose[0]!r})"
+        unsaved = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
         kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == parameter.shape),
         names=frozenset(kind for kind, value in state.items() if value is not None),
         has_factors=any(type(value) in _CONTAINERS for value in state.values())
         or any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
-        hindrance=f"{name} draws random numbers" if draws else hindrance,
         unsaved=unsaved,
     )
 
@@ -386,7 +379,7 @@ def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
     except Exception:
         # The class needs another kind of parameter or gradient than a small dense matrix, so nothing is known beforehand.
         return None
-    return _trial_of(new, parameter, draws=False)
+    return _trial_of(new, parameter)
 
 
 def tier_bytes_needed(
@@ -427,23 +420,7 @@ def tier_bytes_needed(
     return sum(nbytes // shards for shards, nbytes in total.items())
 
 
-# ---- Counts for reports: early steps, and steps by kernels ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyReport:
-    """Counts buckets with steps during backward.
-
-    Attributes:
-        kept, forgotten: numbers of early steps so far that `optimizer.step()` used, and that it dropped and repeated.
-        hindrance: the reason why some buckets cannot be stepped early with any amount of memory; None without one.
-    """
-
-    buckets: int
-    all_buckets: int
-    kept: int
-    forgotten: int
-    hindrance: str | None
+# ---- Counts for reports: steps by kernels ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,8 +479,6 @@ def is_elementwise(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
 class MasterPlace:
     """Stores a bucket's master between steps. In this class, it stays in memory: the bucket's, or the parameters' own.
 
-    An early step writes to a second master in the same memory, which becomes the master if the step is used.
-
     Attributes:
         is_away: whether the master is only in memory during a step.
     """
@@ -512,7 +487,6 @@ class MasterPlace:
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
-        self._spare: torch.Tensor | None = None
 
     def move_in(self) -> None:
         """Stores the master of a newly built bucket."""
@@ -543,37 +517,12 @@ class MasterPlace:
         """Returns the master's region in a file if its dtype is the parameters' own; None otherwise."""
         return None
 
-    def begin_aside(self, regions: Regions) -> torch.Tensor:
-        """Returns a copy of the master, (shard_numel,), for the writes of an early step."""
-        if self._spare is None:
-            self._spare = self._bucket.tier.empty(self._bucket.layout.shard_numel, self._bucket.precision.master)
-        # Use `data`, which has its own version. Rows made as views of this memory would count its edits as their own.
-        return self._spare.data.copy_(self._bucket.master)
-
-    def commit_aside(self) -> None:
-        """Makes the last copy of `begin_aside` the master."""
-        stepped, self._spare = self._spare, self._bucket.master
-        if stepped is not None:
-            self._bucket.exchange_master(stepped.data)
-
-    @property
-    def aside_bytes(self) -> int:
-        """Returns the current bytes of the second master."""
-        return 0 if self._spare is None else self._spare.nbytes
-
-    @property
-    def most_aside_bytes(self) -> int:
-        """Returns the maximum bytes of the second master."""
-        return self._bucket.layout.shard_numel * self._bucket.precision.master.itemsize
-
 
 class StatePlace:
     """Stores a bucket's optimizer state between steps. In this class, it stays in `optimizer.state`, as the optimizer made it.
 
     State stored elsewhere has placeholders in `optimizer.state`. Other tensors there (just loaded by the script, or made by the
     optimizer) are the state itself, and are stored after the bucket's next step.
-
-    An early step writes to second tensors in the same memory, which become the state if the step is used.
 
     Attributes:
         is_away: whether the state is only in memory, or only in full precision, during a step.
@@ -582,9 +531,6 @@ class StatePlace:
 
     is_away = False
     lent_bytes = 0
-
-    def __init__(self) -> None:
-        self._spare: dict[tuple[Row, str], torch.Tensor] = {}
 
     def lend(self, states: States, regions: Regions) -> None:
         """Replaces placeholders in `states` by values."""
@@ -608,52 +554,8 @@ class StatePlace:
         """Returns the bytes of the state. `tensors`: its entries in `optimizer.state`."""
         return sum(tensor.nbytes for tensor in tensors)
 
-    def begin_aside(self, states: States, regions: Regions) -> States:
-        """Returns copies of the rows' state for an early step. The entries in `states` do not change."""
-        own = {row: dict(state) for row, state in states.items()}
-        self.lend(own, regions)
-        for row, state in own.items():
-            # `lend` has put separate tensors into `own`. The remaining values are still the live state, which an in-place step
-            # would overwrite.
-            shared = [(name, value) for name, value in state.items() if value is states[row].get(name)]
-            state |= {name: self._apart(row, name, value) for name, value in shared}
-        return own
-
-    def end_aside(self, states: States, regions: Regions) -> None:
-        """Stores the stepped copies in `states`, and leaves entries for `optimizer.state` there."""
-        self.store(states, regions)
-
-    def exchange_aside(self) -> None:
-        """Swaps stored state and copy, once, before the rows' entries follow."""
-
-    def commit_aside(self, row: Row, old: dict[str, Any]) -> None:
-        """Keeps the old tensors of a row for the next copy. `old`: the row's previous entries."""
-        # State stored elsewhere has its second copy in other blocks or on the file's other side; `_apart` clones other entries.
-        if not self.is_away:
-            self._spare |= {(row, name): value for name, value in old.items() if is_elementwise(value, row)}
-
-    @property
-    def aside_bytes(self) -> int:
-        """Returns the current bytes of the second state."""
-        return sum(tensor.nbytes for tensor in self._spare.values())
-
-    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        """Returns the maximum bytes of the second state. `dtypes`: of the state tensors with one value per element."""
-        return bucket.layout.shard_numel * sum(dtype.itemsize for dtype in dtypes)
-
     def close(self) -> None:
         """Frees the memory."""
-
-    def _apart(self, row: Row, name: str, value: Any) -> Any:
-        """Copies an entry for the writes of a step."""
-        if self.is_away or not is_elementwise(value, row):
-            # Copy scalars too: torch's optimizers increase `step` in place, and a dropped early step would count in the live
-            # state.
-            return value.clone() if torch.is_tensor(value) else value
-        spare = self._spare.get((row, name))
-        if spare is None or spare.shape != value.shape or spare.dtype != value.dtype:
-            spare = self._spare[row, name] = torch.empty_like(value)
-        return spare.copy_(value)
 
 
 class BucketState:

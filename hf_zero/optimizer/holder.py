@@ -1,7 +1,7 @@
 """Steps one bucket after another, and stores master weights and optimizer state between steps."""
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,12 @@ from ..buckets.rows import PackedPart
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..comm.transport import LocalTransport, Transport
-from ..device import Arrival
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook
 from ..offload.files import OffloadError, StoredShard
 from ..offload.tiers import StateFiles
 from ..offload.walk import Window
-from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step
+from .bucket_state import DUE, BucketState, KernelReport, StatePlace, group_with, own_step
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
@@ -98,7 +97,6 @@ class BucketSteps:
         window: moves state in files; None without files.
         transport: the collectives of the ranks that step together.
         step: steps one bucket.
-        commit: called before the first bucket; returns the buckets already stepped early.
         stepped: called with each bucket after its step, or if it has no step to make.
         wanted: whether to step in parts; if False, the optimizer's own call steps.
 
@@ -114,7 +112,6 @@ class BucketSteps:
         transport: Transport,
         step: BucketStep,
         *,
-        commit: Callable[[torch.optim.Optimizer], Collection[Bucket]] = lambda optimizer: (),
         stepped: Callable[[Bucket], None] = lambda bucket: None,
         wanted: Callable[[], bool] = lambda: True,
     ):
@@ -124,7 +121,6 @@ class BucketSteps:
         self._states = states
         self._window = window
         self._step = step
-        self._commit = commit
         self._transport = transport
         self._needs_no_fetch = window is None and not any(states.values())
         self._gradients: dict[Row, torch.Tensor | None] = {}
@@ -171,8 +167,7 @@ class BucketSteps:
         else:
             rows_of = {bucket: _rows_with_gradients(bucket) for bucket in buckets}
         try:
-            done = self._commit(self.optimizer)
-            left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
+            left = {bucket: rows for bucket, rows in rows_of.items() if rows}
             # Report buckets without a step, too: ranks send in the same order, and a missing bucket would block all later
             # ones.
             for bucket in rows_of:
@@ -245,63 +240,6 @@ class BucketSteps:
 # ---- Storage of optimizer state between steps ----
 
 
-class StepTiming:
-    """Decides when an engine's buckets are stepped; this class steps all of them in `optimizer.step()`.
-
-    Attributes:
-        steps_early: whether `landed` is called during backward.
-    """
-
-    steps_early = False
-
-    def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
-        """Registers a new bucket for early steps, if possible."""
-
-    def takes(self, bucket: Bucket) -> bool:
-        """Whether the bucket may be stepped early."""
-        return False
-
-    def landed(self, bucket: Bucket, arrival: Arrival, *, all_used: bool) -> None:
-        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will after `arrival`.
-
-        Args:
-            bucket: the bucket.
-            arrival: marks the arrival of the gradients.
-            all_used: whether this rank has used each of the rows' parameters in this pass.
-        """
-
-    def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
-        """Commits the early steps, before any bucket is stepped; returns their buckets.
-
-        Raises:
-            OffloadError: a file failed.
-        """
-        return ()
-
-    def report(self) -> EarlyReport | None:
-        """Describes early steps; None if there are none."""
-        return None
-
-    def copy_bytes(self) -> int:
-        """Returns the bytes of copies of state in memory, for early steps."""
-        return 0
-
-    def file_copy_bytes(self) -> int:
-        """Returns the bytes of copies of state in files."""
-        return 0
-
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of gradients kept by early steps in addition to the next step's."""
-        return 0
-
-    def most_beside_bytes(self) -> int:
-        """Returns the maximum bytes in memory of copies and `gradient_bytes`."""
-        return 0
-
-    def close(self) -> None:
-        """Waits for running steps."""
-
-
 @dataclass(frozen=True)
 class Assigned:
     """Buckets that are stepped by a function other than their optimizer.
@@ -354,19 +292,19 @@ class StepChoice:
 class StateHolder:
     """Stores master weights and optimizer state between steps. `optimizer.state` lists a row's kinds of state.
 
-    [Note: where, when and how]
-    Three choices are independent: the storage of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master that
-    is rounded away), the time of the step (`StepTiming`: in the script's step, or earlier), and the arithmetic (`StepChoice`:
-    the optimizer's own, or kernels). The optimizer's own step over all its parameters steps all remaining buckets.
+    [Note: where and how]
+    Two choices are independent: the storage of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master that
+    is rounded away), and the arithmetic (`StepChoice`: the optimizer's own, or kernels). The optimizer's own step over all its
+    parameters steps all remaining buckets.
 
     Args:
         place: chooses the storage of a new bucket's state.
-        timing, choice: see the note.
+        choice: see the note.
         files: files of state; None without files.
         transport: the collectives of the ranks that step together.
 
     Attributes:
-        timing, choice: see the note.
+        choice: see the note.
         loads: number of calls of `put` and `put_master`.
     """
 
@@ -374,13 +312,11 @@ class StateHolder:
         self,
         *,
         place: Callable[[Bucket], BucketState],
-        timing: StepTiming,
         choice: StepChoice,
         files: StateFiles | None,
         transport: Transport,
     ):
         self._place = place
-        self.timing = timing
         self.choice = choice
         self._files = files
         self._transport = transport
@@ -401,8 +337,6 @@ class StateHolder:
         # Before `rest`, after which parameters with the master's dtype are read from the master's region in the file.
         state.master.move_in()
         bucket.rest(state.master.region)
-        if state.optimizer is not None:
-            self.timing.admit(state.optimizer, state)
 
     def step_with(
         self,
@@ -427,12 +361,12 @@ class StateHolder:
         for assigned in by_others:
             self._add(assigned.step, in_memory(assigned.states, step=assigned.step))
         left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
-        own = {b: state for b, state in states.items() if b in left and (state.is_away or self.timing.takes(b))}
-        step, commit = BucketStep(optimizer), self.timing.commit
+        own = {b: state for b, state in states.items() if b in left and state.is_away}
+        step = BucketStep(optimizer)
         if self._files is not None:
-            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, commit=commit))
+            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step))
         elif own:
-            self._add(step, in_memory(own, step=step, commit=commit))
+            self._add(step, in_memory(own, step=step))
         in_host_memory = {
             bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()
         }
@@ -498,8 +432,6 @@ class StateHolder:
 
     def close(self) -> None:
         """Moves state back to `optimizer.state` and releases all resources."""
-        # First, because a running step writes to the state.
-        self.timing.close()
         for steps in self._steps:
             steps.release()
         for state in self._states.values():

@@ -12,7 +12,7 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import MASTER, SIGNED, UNSIGNED, DynamicCode, PackedPart, PackedState
 from ..config import ConfigError, ZeroConfig
 from ..device import allocate
-from ..layout.blocks import BLOCK_NUMEL, block_bytes, blocks, has_blocks, is_in_blocks
+from ..layout.blocks import BLOCK_NUMEL, blocks, has_blocks, is_in_blocks
 from ..layout.intervals import Interval
 from ..offload.files import Kind, StoredShard
 from ..offload.shards import Region
@@ -168,12 +168,9 @@ class StateInBlocks(StatePlace):
     is_away = True
 
     def __init__(self, moments: PackedMoments):
-        super().__init__()
         self._moments = moments
         self._lent: dict[str, torch.Tensor] = {}
         self.packed: dict[str, PackedState] = {}
-        # The copies of an early step; `exchange_aside` swaps the two.
-        self._packed_aside: dict[str, PackedState] = {}
         self.lent_bytes = moments.float_bytes
 
     def blocks(self) -> dict[str, PackedState]:
@@ -224,23 +221,6 @@ class StateInBlocks(StatePlace):
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
         packed = sum(state.nbytes for state in self.packed.values())
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
-
-    def end_aside(self, states: States, regions: Regions) -> None:
-        # Allocate at the first early step, because a run without early steps needs no second set of blocks.
-        if not self._packed_aside:
-            self._packed_aside = self._moments.zeros()
-        self._moments.pack(states, self._lent, self._packed_aside)
-        self._lent = {}
-
-    def exchange_aside(self) -> None:
-        self.packed, self._packed_aside = self._packed_aside, self.packed
-
-    @property
-    def aside_bytes(self) -> int:
-        return sum(state.nbytes for state in self._packed_aside.values())
-
-    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        return len(self._moments.codes) * block_bytes(bucket.layout.shard_numel)
 
     def close(self) -> None:
         self.packed = {}
@@ -393,17 +373,6 @@ class MasterInFile(MasterPlace):
     def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         return self._shard.mapped_part(MASTER, row.layout.in_shard) if self._bucket.is_away else tensor
 
-    def begin_aside(self, regions: Regions) -> torch.Tensor:
-        # The buffer is written to the file's other side, and then the sides are swapped.
-        return regions[MASTER]
-
-    def commit_aside(self) -> None:
-        """Does nothing, because the file's sides have already been swapped."""
-
-    @property
-    def most_aside_bytes(self) -> int:
-        return 0
-
 
 class StateInFile(StatePlace):
     """Stores tensors with one value per element, each in a region of the bucket's file.
@@ -417,7 +386,6 @@ class StateInFile(StatePlace):
     is_away = True
 
     def __init__(self, shard: StoredShard, names: Sequence[str], placeholders: Placeholders):
-        super().__init__()
         self._shard = shard
         self._names = names
         self._placeholders = placeholders
@@ -445,9 +413,6 @@ class StateInFile(StatePlace):
                 kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name])
         return kept
 
-    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        return 0
-
     def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Copies each state tensor to its view of the buffer, and replaces the tensor in `states` by `instead(view)`."""
         for row, state in states.items():
@@ -469,7 +434,6 @@ class MomentsInFile(StatePlace):
     is_away = True
 
     def __init__(self, bucket: Bucket, shard: StoredShard, moments: PackedMoments):
-        super().__init__()
         self._bucket = bucket
         self._shard = shard
         self._moments = moments
@@ -506,9 +470,6 @@ class MomentsInFile(StatePlace):
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
         packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
-
-    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        return 0
 
     def _part(self, row: Row, name: str) -> PackedPart:
         codes, scales = (self._shard.mapped_part(region, cut) for region, cut in _regions_of(name, self._everything))

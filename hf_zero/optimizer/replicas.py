@@ -246,8 +246,7 @@ class ReplicaCheck:
         own = _noted(self._own_values(optimizer, buckets))
         before = self._left.get(optimizer, {})
         left, found = _unwritten(before, own)
-        # Early steps have already written to the state of some buckets, and to different ones on each rank.
-        written = {} if self._holder.timing.steps_early else _written(before, own)
+        written = _written(before, own)
         note = _Note(
             since=step,
             step=step,
@@ -302,8 +301,7 @@ class ReplicaCheck:
     @torch.no_grad()
     def note_gradients(self, buckets: Iterable[Bucket]) -> None:
         """Notes this rank's reduced gradients after a pass or a clip. From now on only the script may write to them."""
-        # Skipped with early steps, which have already used some gradients.
-        if self.watches and not self._holder.timing.steps_early:
+        if self.watches:
             self._gradients = _noted(self._own_gradients(buckets))
 
     @torch.no_grad()

@@ -276,8 +276,7 @@ class _Places:
         moves = key.trained and self._left_numel > 0.5
         self._left_numel -= numel if key.trained else 0
         in_files = moves and offload.optimizer == "nvme"
-        early = isinstance(offload.speculate_bytes, int) and offload.speculate_bytes > 0
-        is_apart = moves and (not in_files or not self._on_host or early)
+        is_apart = moves and (not in_files or not self._on_host)
         params: Mapping[str, bool] = {"none": is_apart, "cpu": not moves, "nvme": True}
         return _Place(
             is_apart=is_apart,

@@ -15,7 +15,6 @@ _COLOURS = {
     "masters": "#228833",
     "optimizer state": "#66bb66",
     "residuals": "#bbcc33",
-    "copies": "#aaaa00",
     "gradient buffers": "#eeaabb",
     "gathered": "#aa3377",
     "activations": "#ccbb44",

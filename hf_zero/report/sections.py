@@ -49,7 +49,6 @@ _PLANNED = {
     "residuals": ("gradient residuals",),
     "gradient buffers": ("gradient buffers",),
     "optimizer state": ("optimizer state",),
-    "copies for early steps": ("copies of the state", "gradients of early steps"),
 }
 
 

@@ -475,11 +475,6 @@ class Gradients:
                 return
         self._take_arrived(filling, has_graph=torch.is_grad_enabled(), is_readable=bucket.memory.is_readable)
 
-    def has_used_all(self, bucket: Bucket) -> bool:
-        """Whether this rank has used, in this pass, every parameter of its rows in the bucket."""
-        # `used` of the slots is not set if the bucket is handled as a whole.
-        return self._filling_of[bucket].is_whole or all(row.slot.used for row in bucket.rows)
-
     def _may_take_whole(self, filling: _Filling) -> bool:
         count = len(filling.bucket.slots)
         return (

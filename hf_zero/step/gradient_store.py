@@ -113,14 +113,12 @@ class Landing:
 
     Attributes:
         d2h: copies reduced gradients to host memory, for offloaded buckets.
-        landed: called with each bucket whose rows have received their gradients, and with the arrival of the values.
         most_under_way: maximum number of running reductions before the store waits for the oldest; None waits for all at the end
             of backward.
         goes_on: whether another backward will add to the reduced gradients, so that nobody reads them yet.
     """
 
     d2h: DeviceToHost
-    landed: Callable[[Bucket, Arrival], None]
     most_under_way: int | None
     goes_on: Callable[[], bool]
 
@@ -370,7 +368,6 @@ class GradientStore(ABC):
                 self._again.discard(bucket)
             bucket.arrival = self._deliver(bucket, going_on)
             self._arriving.append(bucket)
-            self._landing.landed(bucket, bucket.arrival)
 
     def finish_all(self) -> None:
         """Waits for all reductions and, unless another backward adds to the gradients, for the values in the rows."""

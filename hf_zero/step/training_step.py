@@ -29,7 +29,7 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
-from ..device import Arrival, in_units
+from ..device import in_units
 from ..engine.assemble import Parts, refuse_disagreement
 from ..engine.buffers import ModelBuffers
 from ..engine.compiled import compiled_frames, is_compiled
@@ -285,11 +285,12 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
-        # Early steps begin as reductions end. If all reductions were awaited at the end of backward, no step would be early.
-        most = gradient_buffers.GRAD_BUFFERS if parts.holder.timing.steps_early else None
+        # Copies to host memory start as reductions end: if they waited for all reductions, no kernels of backward would hide
+        # them. On the CPU, gradients are not copied.
+        copies = parts.tier.is_apart and parts.tier.device.type != "cpu"
+        most = gradient_buffers.GRAD_BUFFERS if copies else None
         landing = Landing(
             d2h=parts.tier.d2h,
-            landed=self._landed,
             most_under_way=most,
             goes_on=lambda: self.is_accumulating,
         )
@@ -538,7 +539,6 @@ class TrainingStep:
             parts.tier.cores.release()
         parts.holder.before_forward()
         for sharded in self.optimizers:
-            # Before backward, because early steps use the state during backward.
             sharded.follow_state_edits()
         if self._gathers_layers:
             parts.sharded.before_forward()
@@ -618,11 +618,6 @@ class TrainingStep:
             self._parts.replicas.note_gradients(self._parts.buckets)
         if self._parts.mesh.dp.groups.shard_size > 1:
             refuse_norms_of(self._parts.buckets)
-
-    def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        # Otherwise another backward adds to the gradients that `grad_accumulation: sharded` has reduced.
-        if self._parts.holder.timing.steps_early and not (self.store.goes_on or self._has_inner_backwards):
-            self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
     # ---- the optimizer's step ----
 

@@ -202,9 +202,7 @@ def peak_of_rank(
     state = _ddp_state(made, optimizer)
     if engine is not None:
         engine.finish_parameters()
-        # Copies for early steps use any free host memory, so no forecast includes them.
-        passing = ("window, during the step", "gathered parameters, at most", "copies of the state")
-        passing += ("gradients of early steps",)
+        passing = ("window, during the step", "gathered parameters, at most")
         state = sum(row.bytes for row in engine.memory_report().rows if row.kind not in passing)
     peak = (most_held() if device == "cpu" else torch.accelerator.max_memory_allocated()) - before_bytes
     if engine is not None:

@@ -11,7 +11,8 @@ device would have done its work, and nothing sleeps:
 - The model's kernels last as long as a plain step lasted on an H100 (`PLAIN_MS`). A third is forward, two thirds are backward,
   distributed over the layers by what they compute. The model itself runs on one short sample.
 - A pass of the host over state lasts for the bytes that it reads and writes, by `--host-gbs`: a pass of AdamW, a norm and a
-  multiplication need less arithmetic than memory. Python counts as it runs here. A kernel's launch costs the host `LAUNCH_S`.
+  multiplication need less arithmetic than memory. A kernel's launch costs the host `LAUNCH_S`. Other CPU time counts `CPU_FACTOR`
+  of itself: on the H100's host, Python took less time than the kernels, and a machine with other work takes longer.
 - Each step is clipped to a norm that is below its own, as most steps of fine-tuning are.
 
 - `--script-threads 1` is a rank that torchrun starts: its script has one thread, whose passes have `THREAD_GBS`, and the engine's
@@ -54,6 +55,7 @@ HOST_GBS = 50.0
 """The rate of the host's memory at which BERT-base takes about as long as on an H100 (153 ms in results/gpu-float32.json)."""
 THREAD_GBS = 12.0
 """The rate of memory that one thread of a host gets."""
+CPU_FACTOR = 0.25
 LAUNCH_S = 5e-6
 """Seconds that the host needs to start a kernel."""
 FORWARD = 1 / 3
@@ -69,7 +71,7 @@ HEAD = {"bert-base": 0.0, "gpt2": 5.4}
 """What the head computes, in layers: GPT-2's multiplies by 38.6 million numbers, a layer by 7.1 million."""
 WARMUP_STEPS = 3
 LANES = ("kernel", "down", "up", "host", "host thread", "host waits", "device waits")
-COMPUTED = ("norm", "clip", "step", "early step", "sum")
+COMPUTED = ("norm", "clip", "step", "sum")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,6 @@ class Host:
                 (StepChoice, "scale_gradients", "clip", None),
                 (BucketStep, "step", "step", of_bucket),
                 (copies, "_add_landed", "sum", None),
-                *self._early(),
             ):
                 timed = self._timed(getattr(owner, name), label, describe or (lambda _: ""))
                 stack.enter_context(mock.patch.object(owner, name, timed))
@@ -198,12 +199,6 @@ class Host:
             stack.enter_context(mock.patch.object(futures.ThreadPoolExecutor, "submit", self._submit))
             stack.enter_context(mock.patch.object(futures.Future, "result", self._result))
             yield
-
-    @staticmethod
-    def _early() -> list[tuple]:
-        from hf_zero.early.double import Double
-
-        return [(Double, "step", "early step", None)]
 
     def _timed(self, call: Callable, label: str, describe: Callable[[tuple], str]) -> Callable:
         compiled = self._compiled
@@ -309,7 +304,7 @@ def measure(
     ]
     marks, losses = [], []
     with host.noting():
-        compiled.start_clock(link, link, memory, LAUNCH_S)
+        compiled.start_clock(link, link, memory, LAUNCH_S, CPU_FACTOR)
         # One more, which shows when the last one ends.
         for _ in range(WARMUP_STEPS + steps + 1):
             marks.append((compiled.now(), time.process_time()))
@@ -330,10 +325,8 @@ def measure(
     first = units_of(model, model_name)[0][0]
     begins = [span.begin_ms for span in found if span.lane == "kernel" and span.label == f"forward {first}"]
     steps_ms = list(zip(begins[::accumulation], begins[accumulation::accumulation]))[WARMUP_STEPS:]
-    early = engine.memory_report().early
     engine.close()
     return {
-        "early": early and vars(early),
         "steps": [_figures(found, begin, end, accumulation * PLAIN_MS[model_name]) for begin, end in steps_ms],
         "spans": [
             replace(span, begin_ms=span.begin_ms - steps_ms[-1][0], end_ms=span.end_ms - steps_ms[-1][0]).__dict__
@@ -435,7 +428,6 @@ COLORS = {
     "norm": "tab:red",
     "clip": "tab:pink",
     "step": "tab:purple",
-    "early": "tab:olive",
     "sum": "tab:brown",
 }
 
@@ -478,7 +470,6 @@ def ways_of(options: Any) -> dict[str, dict[str, Any]]:
     moments = {"moments": options.moments} if options.moments != "fp32" else {}
     return {
         "device": {"stage": 2, **moments},
-        "host, no early steps": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": 0}, **moments},
         "host": {"stage": 2, "offload": {"optimizer": "cpu"}, **moments},
     }
 

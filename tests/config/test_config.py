@@ -128,11 +128,6 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ({"stage": 3, "offload": {"params": "nvme"}}, "`offload.params: nvme` needs `offload.nvme_path`"),
         ({"offload": {"activations": "nvme"}}, "`offload.activations: nvme` is not built yet in this version; use cpu"),
         ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the part of the state that moves, and nothing moves"),
-        ({"offload": {"speculate_bytes": "1GiB"}}, "`offload.speculate_bytes` is of `offload.optimizer: cpu`"),
-        (
-            {"offload": {"optimizer": "cpu", "speculate_bytes": -1}},
-            "`offload.speculate_bytes` is -1; allowed: a number of bytes",
-        ),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),

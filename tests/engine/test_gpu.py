@@ -228,7 +228,7 @@ def test_what_no_kernel_does_is_left_to_torch_and_said(caplog):
 
 @needs_triton
 def test_state_in_host_memory_is_stepped_there_and_the_rest_by_kernels():
-    offload = {"optimizer": "cpu", "speculate_bytes": 0}
+    offload = {"optimizer": "cpu"}
     expected = losses({"stage": 2, "kernels": "never"}, torch.float32)
     for ratio in (1.0, 0.4):
         found = losses({"stage": 2, "offload": {**offload, "ratio": ratio}}, torch.float32)

@@ -529,7 +529,7 @@ ZEROED = [
     {"stage": 1},
     {"stage": 2},
     {"stage": 2, "grad_accumulation": "local"},
-    {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}},
+    {"stage": 2, "offload": {"optimizer": "cpu"}},
     {"stage": 3},
 ]
 WAYS = [(who, when, to_none) for who in ("optimizer", "model") for when in ("before", "between") for to_none in (0, 1)]
@@ -590,7 +590,6 @@ def compare(rank: int, world_size: int, settings_a_way: int) -> dict[str, float]
     return errors
 
 
-@pytest.mark.extra("early")
 @pytest.mark.parametrize("settings_a_way", short_of([1, len(ZEROED)], [1]))
 def test_unused_and_frozen_parameters_are_stepped_as_under_ddp_whether_gradients_are_zeroed_or_none(settings_a_way):
     errors = run_on_ranks(compare, settings_a_way=settings_a_way)[0]
@@ -736,7 +735,7 @@ LATE = {
     "stage 2": {"stage": 2},
     "stage 2, one buffer": {"stage": 2, "buffers": 1},
     "stage 2, local": {"stage": 2, "grad_accumulation": "local"},
-    "stage 2, early steps": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}},
+    "stage 2, state in host memory": {"stage": 2, "offload": {"optimizer": "cpu"}},
     "stage 2, int8": {"stage": 2, "comm": {"gradients": "int8"}},
     "stage 3": {"stage": 3},
 }

@@ -244,29 +244,25 @@ def test_blocks_are_the_same_on_every_layout(place):
     assert alone[-1] < alone[0]
 
 
-def where_and_when(path: str) -> dict[str, tuple[dict, dict]]:
+def wherever(path: str) -> dict[str, tuple[dict, dict]]:
     """What offloads moments in blocks → (its settings, those of a run of the same bits)."""
     host, files = {"optimizer": "cpu"}, {"optimizer": "nvme", "nvme_path": path}
     beside = {"optimizer": "cpu", "params": "nvme", "nvme_path": path}
-    early = {"speculate_bytes": "64MiB"}
     return {
         "part in files": (files | {"ratio": 0.5}, {}),
         "host beside parameters in files": (beside, {}),
-        "host, early": (host | early, {}),
-        "files, early": (files | early, {}),
-        "part in files, early": (files | early | {"ratio": 0.5}, {}),
-        "host beside parameters in files, early": (beside | early, {}),
+        "host": (host, {}),
+        "files": (files, {}),
         "files and parameters in files": (files | {"params": "nvme"}, {}),
     }
 
 
-def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> list[str]:
+def on_each_tier(rank: int, world_size: int, path: str, dtype: str) -> list[str]:
     """The cells whose bits are others than they should be."""
-    # Not clipped: what is begun early would be forgotten.
     job = Job(make_model=gpt, make_batch=of_one_seed, steps=5)
     settings = {**IN_8_BITS, "stage": 3, "bucket_bytes": "60KiB", "param_dtype": dtype}
     same, differ = {}, []
-    for name, (offload, as_in) in where_and_when(path).items():
+    for name, (offload, as_in) in wherever(path).items():
         key = str(as_in)
         if key not in same:
             same[key] = train(rank, world_size, replace(job, settings={**settings, "offload": as_in}))
@@ -277,8 +273,8 @@ def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), slow(2, "float32")])
-def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
-    found = run_on_ranks(wherever_and_whenever, world_size=world_size, path=str(tmp_path), dtype=dtype)
+def test_blocks_are_the_same_wherever_they_are(world_size, dtype, tmp_path):
+    found = run_on_ranks(on_each_tier, world_size=world_size, path=str(tmp_path), dtype=dtype)
     assert found == [[]] * world_size
 
 
@@ -557,19 +553,17 @@ def trained(settings: dict, count: int = 4) -> tuple[list[float], dict, dict, Ze
     return losses, weights, states, engine
 
 
-@pytest.mark.extra("early")
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks()
 def test_the_digits_are_those_of_moments_in_host_memory(rank, world_size, tmp_path):
-    """At each stage, with masters in the files and without, in their time and early, the same digits."""
+    """At each stage, with masters in the files and without, the digits are the same."""
     path = str(tmp_path)
-    early = {"speculate_bytes": "1GiB"}
     cases = (
         (0, {}, {}),
-        (1, {"param_dtype": "bfloat16"}, early),
-        (2, {}, early),
+        (1, {"param_dtype": "bfloat16"}, {}),
+        (2, {}, {}),
         (3, {}, {"params": "nvme"}),
-        (3, {"param_dtype": "bfloat16"}, {"params": "nvme"} | early),
+        (3, {"param_dtype": "bfloat16"}, {"params": "nvme"}),
     )
     for stage, digits, more in cases:
         host = {**HOST, "params": "cpu"} if "params" in more else HOST
@@ -578,8 +572,6 @@ def test_the_digits_are_those_of_moments_in_host_memory(rank, world_size, tmp_pa
         assert here[0] == there[0], (stage, digits, more)
         for one, other in zip(here[1:3], there[1:3]):
             refuse_difference(one, other)
-        report = here[3].memory_report().early
-        assert "speculate_bytes" not in more or report.kept == 3 * report.buckets > 0
         here[3].close()
 
 
@@ -622,7 +614,6 @@ def test_the_forecast_of_the_disk_is_a_quarter_too(monkeypatch, tmp_path):
         prepared(on(files(tmp_path), moments="32bit"))
 
 
-@pytest.mark.extra("early")
 def test_a_checkpoint_goes_on_from_files_and_into_them(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -635,7 +626,7 @@ def test_a_checkpoint_goes_on_from_files_and_into_them(tmp_path):
     assert all(value.isfinite().all() for each in own["state"].values() for value in each.values())
     expected = steps(model, optimizer, range(3, 5))
     end = whole_states(engine, model)
-    for offload in (files(disk), files(disk, speculate_bytes="1GiB"), HOST, {"optimizer": "none"}):
+    for offload in (files(disk), HOST, {"optimizer": "none"}):
         model, optimizer, engine = prepared(on(offload))
         model.load_state_dict(weights)
         load_engine(engine, tmp_path / "zero")

@@ -221,11 +221,7 @@ OTHERS = [name for name in OPTIMIZERS if name not in (*EVERYWHERE, *ASKING)]
     [
         (EVERYWHERE[:1], STAGES[1:]),
         (EVERYWHERE[1:] + OTHERS, STAGES[3:]),
-        pytest.param(
-            ASKING,
-            [STAGES[1], STAGES[3], {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}}],
-            marks=pytest.mark.extra("early"),
-        ),
+        (ASKING, [STAGES[1], STAGES[3], {**STAGES[2], "offload": {"optimizer": "cpu"}}]),
         slow(EVERYWHERE, STAGES),
         slow(OTHERS, STAGES[2:]),
     ],

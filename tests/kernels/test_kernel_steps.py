@@ -509,7 +509,7 @@ def test_autograd_sees_that_a_step_has_written_parameters():
 def test_tiers_and_rounding_by_chance_go_together_with_kernels(rank, world_size):
     """What another tier steps is torch's; with a ratio, the rest is a kernel's."""
     job = Job(steps=2)
-    offload = {"optimizer": "cpu", "speculate_bytes": 0}
+    offload = {"optimizer": "cpu"}
     by_torch, by_kernels, partly = (
         train(
             rank,

@@ -161,16 +161,6 @@ def test_the_scripts_thread_steps_on_its_nodes_cores_and_is_given_back(two_nodes
     assert losses == trained({"optimizer": "none"})[0]
 
 
-@pytest.mark.extra("early")
-@several_cores
-def test_the_thread_beside_training_stays_on_its_nodes_cores(two_nodes):
-    before = os.sched_getaffinity(0)
-    losses, seen = trained({"optimizer": "cpu", "speculate_bytes": "1MiB"})
-    assert seen and all(cores == two_nodes[1] for cores, _ in seen)
-    assert os.sched_getaffinity(0) == before
-    assert losses == trained({"optimizer": "none"})[0]
-
-
 @several_cores
 def test_ranks_without_an_accelerator_are_dealt_over_the_nodes(two_nodes, monkeypatch):
     for rank in range(2):

@@ -386,10 +386,7 @@ CHANGED = r"bucket-\d+.state: the \d+ bytes at \d+ are not those that were writt
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"params": "nvme"}, pytest.param({"speculate_bytes": "64MiB"}, marks=pytest.mark.extra("early"))],
-)
+@pytest.mark.parametrize("more", [{}, {"params": "nvme"}])
 @pytest.mark.parametrize("moments", ["32bit", "8bit"])
 def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no_checkpoint(
     moments, more, where, tmp_path
@@ -400,7 +397,7 @@ def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no
     shard = engine.tier.files.shards[-1]
     [offset, kind] = list(shard._regions.values())[-1]
     place = {"first": 0, "middle": kind.nbytes // 2, "last": kind.nbytes - 1}[where]
-    flip_a_bit_in(shard.file.path, shard._start + offset + place)
+    flip_a_bit_in(shard.file.path, offset + place)
     with pytest.raises(OffloadError, match=CHANGED):
         for row in engine.state.rows():
             row.tensor.detach().sum()
@@ -437,7 +434,7 @@ def test_a_read_in_a_thread_finds_all_of_a_write_or_nothing(tmp_path, monkeypatc
     with ThreadPoolExecutor(2) as threads:
         written = threads.submit(shard.write, new)
         assert half_way.wait(30)
-        # As an early step's, while the script edits the parameters.
+        # A fetch of a layer reads in a thread while the script edits the parameters.
         found = threads.submit(shard.read, read)
         with pytest.raises(TimeoutError):
             found.result(0.3)
@@ -458,8 +455,6 @@ def test_each_read_of_what_is_changed_in_a_file_is_refused_and_no_other(tmp_path
     shard.write(buffer)
     shard.write_part("b", Interval(599_990, numel), torch.ones(10))
     assert shard.read_part("b", Interval(599_980, numel)).tolist() == [0.0] * 10 + [1.0] * 10
-    shard.add_side()
-    shard.write_aside(buffer)
     flip_a_bit_in(shard.file.path, aligned(40) + 4 * 450_000)
     assert shard.read_part("a", Interval(0, 10)).sum() == 0 and shard.mapped_part("b", Interval(0, 1000)).sum() == 0
     reads = (
@@ -472,10 +467,6 @@ def test_each_read_of_what_is_changed_in_a_file_is_refused_and_no_other(tmp_path
     for read in reads:
         with pytest.raises(OffloadError, match=r"x.state: the \d+ bytes at \d+ are not those that were written"):
             read()
-    # The other side is as it was written.
-    shard.exchange()
-    for read in reads:
-        read()
 
 
 def test_a_run_goes_on_without_the_names_of_its_files(tmp_path, monkeypatch):

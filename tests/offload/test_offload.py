@@ -291,16 +291,11 @@ def measured(*offloads: dict, frozen: int = 0) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "early",
-    [pytest.param({}, id="in time"), pytest.param({"speculate_bytes": "1GiB"}, id="early", marks=pytest.mark.slow)],
-)
-def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
-    plain, moved = measured({}, nvme(tmp_path) | early)
+def test_memory_grows_by_weights_gradients_and_the_window(tmp_path):
+    plain, moved = measured({}, nvme(tmp_path))
     # One layer's gradient as autograd made it, and what a layer passes on: the same without offload.
     activations = plain["growth"] - plain["weights"] - plain["gradients"] - plain["state"]
-    # With early steps all of it is there at a time, and stacks of the threads that take them.
-    bound = moved["weights"] + moved["gradients"] + moved["window"] + (2**20 if early else 0)
+    bound = moved["weights"] + moved["gradients"] + moved["window"]
     mib = {name: round(value / 2**20, 1) for name, value in moved.items()}
     print(f"\nMiB with NVMe: {mib}; without: {plain['growth'] / 2**20:.1f}; activations {activations / 2**20:.1f}")
     print(f"growth less activations {(moved['growth'] - activations) / 2**20:.1f}, bound {bound / 2**20:.1f}")
@@ -309,8 +304,8 @@ def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
     assert moved["growth"] - activations <= bound
     # All rows of a save at a time, and read: pages of files, which the system takes back as it needs them.
     assert moved["saved"] == moved["state"]
-    # AdamW's two moments, and with early steps masters, which parameters follow when the step is asked for.
-    assert moved["written"] == (moved["state"] * 3 // 2 if early else moved["state"])
+    # AdamW's two moments.
+    assert moved["written"] == moved["state"]
     assert moved["finite"]
     assert moved["anonymous growth of a save"] < moved["state"] / 10
 
@@ -402,13 +397,12 @@ def runs_in_turn(rank: int, world_size: int, jobs: list[dict]) -> list[dict]:
     return [run(rank, world_size, model="gpt2", max_steps=4, **saving, **job) for job in jobs]
 
 
-@pytest.mark.extra("early")
 def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to_another(tmp_path):
     (tmp_path / "disk").mkdir()
     resume = str(tmp_path / "cpu" / "checkpoint-2")
     doors = {
         "plain": "flag 2",
-        "cpu": "flag stage=2,offload.optimizer=cpu,offload.speculate_bytes=64MiB",
+        "cpu": "flag stage=2,offload.optimizer=cpu",
         "nvme": f"flag stage=2,offload.optimizer=nvme,offload.nvme_path={tmp_path / 'disk'}",
         "file": f"flag {ROOT / 'configs' / 'zero2_offload_cpu.yaml'}",
     }

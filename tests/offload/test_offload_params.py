@@ -61,19 +61,6 @@ def assert_bitwise(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
 PAIRS = list(itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")))
 
 
-@pytest.mark.extra("early")
-def test_a_shard_that_is_its_own_master_is_taken_over_from_an_early_step(tmp_path):
-    settings = moved("cpu", "cpu", tmp_path)
-    settings["offload"]["speculate_bytes"] = "64MiB"
-    assert_bitwise(compared(0, 1, {"plain": replace(CLIPPED, max_norm=100.0, accumulation=1)}, [settings], BASE))
-    model, optimizer, engine = built(settings)
-    for seed in range(3):
-        step(model, optimizer, seed)
-    assert engine.memory_report().early.kept > 0
-    for bucket in engine.buckets:
-        assert bucket.master is bucket.own
-
-
 def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_path):
     def resized(
         numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False

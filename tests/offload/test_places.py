@@ -104,7 +104,6 @@ OTHERWISE = [
     Case(job=replace(CLIPPED, steps=2), places=ALIKE, settings={"reshard_after_forward": False}),
     Case(job=replace(CLIPPED, steps=2), places=PAIRS, settings=BF16),
 ]
-EARLY = {"speculate_bytes": "64MiB"}
 
 # (name, ranks, cases). In the short run each job is on two ranks in one of the two places of state, or on one rank in both: the
 # places hold state in ways of their own, whoever steps it. In host memory one job is there at every stage.
@@ -149,18 +148,6 @@ LONG = [
     *(
         ("a part of the state", ranks, [*at_stages(stages, *PARTS), *at_stages(stages[-1:], PARTS[0], **BF16)])
         for ranks, stages in ((1, (0, 2, 3)), (2, (1, 3)), (3, (2, 3)))
-    ),
-    *(
-        (
-            "early steps of state in files",
-            ranks,
-            [
-                case
-                for name in ("plain", "clipped")
-                for case in of_jobs([(name, stage) for stage in stages], FILES | EARLY)
-            ],
-        )
-        for ranks, stages in ((1, (0, 2, 3)), (2, (1, 2, 3)))
     ),
     ("parameters of every job", 1, of_parameters(list(ELSEWHERE_JOBS)[1:], TWO_MIXED)),
     ("parameters in every pair of places", 2, of_parameters(["odd", "sgd"], PAIRS)),

@@ -314,7 +314,6 @@ MICRO_BATCHES = 3
 PLAIN = {"stage": 2, "grad_accumulation": "sharded"}
 OFFLOADED = {
     "stage 2": {"stage": 2, "offload": HOST},
-    "stage 2, early": {"stage": 2, "offload": HOST | {"speculate_bytes": "1GiB"}},
     "stage 2, half": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
     "stage 3": {"stage": 3, "offload": HOST},
     "stage 3, in files": {"stage": 3, "offload": FILES},
@@ -366,12 +365,11 @@ def trained(compiled, settings: dict, *, looks: bool = False) -> tuple[list[torc
 
 CELLS = [
     pytest.param(1, ["stage 2", "stage 3, in files"], True, id="1"),
-    pytest.param(2, ["stage 2, early"], False, id="2"),
+    pytest.param(2, ["stage 2"], False, id="2"),
     *(pytest.param(ranks, list(OFFLOADED), True, id=f"{ranks}-all", marks=pytest.mark.slow) for ranks in (1, 2)),
 ]
 
 
-@pytest.mark.extra("early")
 @standin_device.needs_compiler
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)

@@ -56,14 +56,14 @@ SETTINGS = {
     "gathered in bf16": {"stage": 3, "gather_dtype": "bfloat16"},
     "8-bit moments": {"stage": 2, "moments": "8bit"},
     "bad steps skipped": {"stage": 3, "nonfinite": "skip"},
-    "state in host memory": {"stage": 2, "offload": HOST | {"speculate_bytes": 0}},
+    "state in host memory": {"stage": 2, "offload": HOST},
     "half of it": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
-    "early steps": {"stage": 3, "offload": HOST | {"speculate_bytes": "1MiB"}},
+    "state in host memory at stage 3": {"stage": 3, "offload": HOST},
     **{
         f"bf16, state in host memory at stage {stage}": {
             "stage": stage,
             **BF16,
-            "offload": HOST | {"speculate_bytes": 0},
+            "offload": HOST,
         }
         for stage in (1, 2, 3)
     },
@@ -71,8 +71,8 @@ SETTINGS = {
     "gathered in bf16 from host memory": {"stage": 3, "gather_dtype": "bfloat16", "offload": BOTH},
     "int8 from host memory": {"stage": 3, "comm": INT8, "offload": BOTH},
     "8-bit moments in host memory": {"stage": 2, "moments": "8bit", "offload": HOST},
-    "state in files": {"stage": 2, "offload": FILES | {"speculate_bytes": 0}},
-    "early steps in files": {"stage": 3, "offload": FILES | {"speculate_bytes": "1MiB"}},
+    "state in files": {"stage": 2, "offload": FILES},
+    "state in files at stage 3": {"stage": 3, "offload": FILES},
     **{
         f"parameters in {params}, state in {state}": {"stage": 3, "offload": {"params": params, "optimizer": state}}
         for params in ("cpu", "nvme")
@@ -316,14 +316,14 @@ SHORT = [
     ("state in host memory", "idle", 2),
     ("bf16, state in host memory at stage 2", "dropped", 2),
     ("bf16, state in host memory at stage 3", "idle", 2),
-    ("early steps", "gpt2", 2),
-    ("early steps in files", "gpt2", 2),
+    ("state in host memory at stage 3", "gpt2", 2),
+    ("state in files at stage 3", "gpt2", 2),
     ("parameters in cpu, state in cpu", "evaluated", 2),
     ("parameters in nvme, state in none", "gpt2", 1),
     ("activations in host memory", "in halves", 2),
     ("outer steps", "gpt2", 2),
     ("groups", "gpt2", 4),
-    ("int8 between groups", "gpt2", 4),
+    ("int8 between groups at stage 3", "gpt2", 4),
     ("secondary shards", "gpt2", 4),
 ]
 

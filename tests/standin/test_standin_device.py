@@ -37,8 +37,8 @@ from hf_zero.presence.arrivals import CommunicationError
 from hf_zero.stage3.unsharding import AgreedOrder
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
-SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early steps in files"]
-SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
+SCALED = ["stage 2", "state in host memory", "half of it", "state in files"]
+SAVED = ["stage 1", "state in files", "parameters in cpu, state in none"]
 
 
 def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
@@ -76,8 +76,8 @@ def goes_on(settings: dict, folder: Path) -> bool:
 
 # What is run on one rank, where there are no collectives, and on two; the latter in the short run. Together with what changes
 # digits every stage and way of stepping, and places of parameters and of state that have code of their own.
-ON_ONE_RANK = ["stage 3", "early steps in files", "parameters in cpu, state in cpu"]
-ON_TWO_RANKS = ["stage 3", "early steps", "state in files"]
+ON_ONE_RANK = ["stage 3", "state in files", "parameters in cpu, state in cpu"]
+ON_TWO_RANKS = ["stage 3", "state in host memory", "state in files"]
 ON_TWO_RANKS += ["parameters in cpu, state in nvme", "activations in host memory"]
 
 
@@ -92,10 +92,12 @@ class Cells:
 
 
 CELLS = [
-    pytest.param(1, Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[3:4], saved=SAVED[:1]), id="1"),
+    pytest.param(1, Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[1:2], saved=SAVED[:1]), id="1"),
     pytest.param(
         2,
-        Cells(exact=ON_TWO_RANKS, inexact=["blocks on the wire"], scaled=["half of it"], saved=["early steps"]),
+        Cells(
+            exact=ON_TWO_RANKS, inexact=["blocks on the wire"], scaled=["half of it"], saved=["state in host memory"]
+        ),
         id="2",
     ),
     pytest.param(1, Cells(), id="1-all", marks=pytest.mark.slow),
@@ -109,7 +111,6 @@ def _placed(settings: dict, folder: str) -> dict:
     return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
 
 
-@pytest.mark.extra("early")
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "cells"), CELLS)
 @on_ranks(time_limit_s=300)
@@ -189,11 +190,9 @@ def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
     run_on_ranks(misbehaves, world_size=1, library=library)
 
 
-@pytest.mark.extra("early")
 @pytest.mark.extra("kernels")
 @on_ranks(1)
 def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_size, library):
-    from hf_zero.early.steps_beside import StepThread
     from hf_zero.kernels.base import Kernel
 
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
@@ -203,8 +202,8 @@ def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_s
     background = Background(device)
     background.start(lambda: saved.append(current()))
     background.finish()
-    threads = [StepThread(cores, device), Window(1, cores, device), FileMover(device, 1)]
-    assert saved + [thread.submit(current).result() for thread in threads] == [2, 2, 2, 2]
+    threads = [Window(1, cores, device)._threads, FileMover(device, 1)]
+    assert saved + [thread.submit(current).result() for thread in threads] == [2, 2, 2]
     launched, step = [], Kernel(lambda: None)
     step.__dict__["jit"] = {(1,): lambda *_, **__: launched.append(current())}
     step[(1,)](3, torch.ones(1, device=device), torch.ones(1, device=device))
@@ -234,7 +233,6 @@ def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, 
         return (after - before) / numel, (compiled.held() - before) / numel
 
 
-@pytest.mark.extra("early")
 @pytest.mark.extra("kernels")
 @pytest.mark.parametrize("stage", [slow(1), 2])
 def test_gradients_of_an_accelerator_are_gone_before_the_next_forward(stage, library, tmp_path):
@@ -291,17 +289,11 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
         return copied.down / numel, copied.up / numel
 
 
-OFFLOADED = {
-    "in time": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
-    "early": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}},
-    "stage 1": {"stage": 1, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
-    "stage 3": {"stage": 3, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
-}
+OFFLOADED = {f"stage {stage}": {"stage": stage, "offload": {"optimizer": "cpu"}} for stage in (1, 2, 3)}
 
 
-@pytest.mark.extra("early")
 @pytest.mark.extra("kernels")
-@pytest.mark.parametrize("way", short_of(OFFLOADED, ["early", "stage 3"]))
+@pytest.mark.parametrize("way", short_of(OFFLOADED, ["stage 2", "stage 3"]))
 def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
     """On one rank, since the stand-in's collectives go through the host, too."""
     [(down, up)] = run_on_ranks(
@@ -346,7 +338,7 @@ def test_what_is_left_out_leaves_no_trace(rank, world_size, cells, library, tmp_
     assert compiled.hazards() == compiled.crossings() == []
 
 
-HOST_STATE = {"optimizer": "cpu", "speculate_bytes": 0}
+HOST_STATE = {"optimizer": "cpu"}
 
 
 # ---- pinned memory ----

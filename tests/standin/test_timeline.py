@@ -24,7 +24,7 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     down, up = torch.empty(250_000, pin_memory=True), torch.zeros(250_000, pin_memory=True)
     module = torch.get_device_module(standin_device.NAME)
     own, side = module.current_stream(), module.Stream()
-    compiled.start_clock(1e6, 2e6, 1e6, 0)
+    compiled.start_clock(1e6, 2e6, 1e6, 0, 1)
     compiled.delay(0, 3.0, "a kernel")
     with module.stream(side):
         # This copy waits for no kernel.

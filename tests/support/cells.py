@@ -47,7 +47,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)
 
 
-EXTRA_OF = {"int8": "wire", "in blocks": "wire", "outer": "wire", "early": "early", "kernels": "kernels"}
+EXTRA_OF = {"int8": "wire", "in blocks": "wire", "outer": "wire", "kernels": "kernels"}
 """Words in a cell's name → the extra needed by such a cell."""
 
 

@@ -19,7 +19,6 @@ LAYER = {
     "stage3": 6,
     "engine": 6,
     "kernels": 7,
-    "early": 7,
     "wire": 7,
     "report": 7,
     "sequence": 7,

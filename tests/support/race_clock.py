@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from unittest import mock
 from hf_zero import device
 from hf_zero.checkpoint import writer
 from hf_zero.device import PinnedPool
-from hf_zero.extras import is_installed
 from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
 from hf_zero.presence import diagnosis
@@ -36,11 +34,6 @@ SCRIPT = "script"
 # Host waits for the device which order nothing here: waits requested by a script or a model (outside of the package's functions),
 # because not every script has them; and waits of the search for unseen edits, because later steps do not search.
 NOT_RELIED_ON = re.compile(r"stage3/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
-
-# Pairs of functions whose order does not matter. A step on copies, begun early, may read a gradient while clip scales it: the
-# gradient's version has changed, so the copies are dropped (`Early.take`). A step that ends late may copy the master during the
-# transfer of a script's edit: the master's version has changed, so the step is dropped.
-HARMLESS = (("step_on", "scale_gradients"), ("begin_aside", "follow_values"))
 
 
 class Clock(dict[str, int]):
@@ -209,9 +202,6 @@ class Races:
         return block if block is not None and address < block.end else None
 
     def _report(self, what: str, first: Entry, second: Entry) -> None:
-        places = first.where, second.where
-        if any(one in here and other in there for one, other in HARMLESS for here, there in (places, places[::-1])):
-            return
         text = f"{what}: {first}\n    and {second}"
         self.found[text] = self.found.get(text, 0) + 1
 
@@ -341,13 +331,11 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
     stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
     stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
     stock_secure, stock_take, stock_finalize = writer.LivePieces.secure, PinnedPool.take, weakref.finalize
-    early = [(import_module("hf_zero.early.steps_beside"), "wait", wait_for)] if is_installed("early") else []
     for owner, name, instead in (
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),
         (Future, "exception", exception),
         (walk, "wait", wait_for),
-        *early,
         (Thread, "start", start),
         (Thread, "run", run),
         (Thread, "join", join),

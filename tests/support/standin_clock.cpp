@@ -1,7 +1,7 @@
 // A clock for the stand-in device: the times at which a device with the given links and kernels would have done its work.
 //
-// The engine runs as usual, and nothing sleeps. Each thread of the host has a clock, which is the thread's CPU time, without the
-// CPU time that the stand-in itself needs for its operators and copies. An operator that passes over large tensors of the host
+// The engine runs as usual, and nothing sleeps. Each thread of the host has a clock, which is the thread's CPU time by a factor,
+// without the CPU time that the stand-in itself needs for its operators and copies. An operator that passes over large tensors of the host
 // counts the bytes that it reads and writes by the rate of the host's memory. Each stream has the time at which its last
 // entry ends. A copy between the host and the device occupies the link in its direction for its bytes by the link's rate. A kernel
 // lasts as long as `delay` was told, and its launch costs the host a fixed time. A host thread that waits for the device sets its clock to the end of the awaited work. As
@@ -38,7 +38,7 @@ std::map<int, ThreadClock*> clocks;
 std::map<StreamKey, double> ends;
 std::map<StreamKey, std::string> last_labels;
 std::vector<Span> spans;
-double rates[2] = {1, 1}, link_ends[2] = {0, 0}, host_rate = 1, launch_s = 0;
+double rates[2] = {1, 1}, link_ends[2] = {0, 0}, host_rate = 1, launch_s = 0, cpu_factor = 1;
 thread_local std::string label;
 thread_local double own_rate = 0; // of this thread's passes; 0 for `host_rate`
 thread_local int excluding = 0;
@@ -63,14 +63,14 @@ ThreadClock& own_clock() {
 }
 
 // Seconds that this thread has computed.
-double busy_of(const ThreadClock& clock) { return cpu_time(clock.id) - clock.excluded + clock.busy_ahead; }
+double busy_of(const ThreadClock& clock) { return cpu_factor * (cpu_time(clock.id) - clock.excluded) + clock.busy_ahead; }
 
 double now_of(const ThreadClock& clock) { return busy_of(clock) + clock.ahead; }
 
 double now() {
   auto& clock = own_clock();
   // While an operator of the stand-in runs, the host's clock stands still.
-  return now_of(clock) - (excluding ? cpu_time(clock.id) - excluded_since : 0);
+  return now_of(clock) - (excluding ? cpu_factor * (cpu_time(clock.id) - excluded_since) : 0);
 }
 
 void catch_up(double until) {
@@ -133,7 +133,7 @@ void end_operator(const at::RecordFunction&, at::ObserverContext* context) {
   in_a_pass = false;
   auto& clock = own_clock();
   auto& pass = *static_cast<Pass*>(context);
-  clock.busy_ahead += double(pass.nbytes) / (own_rate ? own_rate : host_rate) - (cpu_time(clock.id) - pass.since);
+  clock.busy_ahead += double(pass.nbytes) / (own_rate ? own_rate : host_rate) - cpu_factor * (cpu_time(clock.id) - pass.since);
 }
 
 // The time at which an entry that is queued now begins.
@@ -203,10 +203,11 @@ bool is_reached(double end) { return !timing || now() >= end; }
 
 void define_clock(pybind11::module& module) {
   // Starts the clocks of all threads at 0. Rates are bytes per second: of the links and of the host's memory. `launch` is the
-  // seconds that the host needs to start a kernel.
-  module.def("start_clock", [](double down, double up, double host, double launch) {
+  // seconds that the host needs to start a kernel, `cpu` the seconds for one second of CPU time.
+  module.def("start_clock", [](double down, double up, double host, double launch, double cpu) {
     Locked guard;
     launch_s = launch;
+    cpu_factor = cpu;
     rates[true] = down;
     rates[false] = up;
     link_ends[true] = link_ends[false] = 0;
