@@ -432,6 +432,10 @@ class TrainingStep:
         nonfinite = self._parts.nonfinite
         self.gradients.recover()
         self._enter(TrainingState.CLIP)
+        if self._parts.tier.cores is not None and self._parts.tier.device.type != "cpu":
+            # A launcher gives the script one thread, and the norm and the coefficient pass over all gradients in host memory. The
+            # step releases the cores, or the next forward. On the CPU, the number of threads may change bits of a sum.
+            self._parts.tier.cores.take()
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
         allow_norms_of(set(map(BUCKET_OF, rows)))

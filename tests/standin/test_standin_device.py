@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_adamw, gpt2, gpt2_batch, save_engine
 
 import hf_zero
+from hf_zero.arithmetic.sums import sums_of_squares
 from hf_zero.checkpoint.commit import Background
 from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
-from hf_zero.offload.host_memory import HostCores
+from hf_zero.offload.host_memory import HostCores, ShareOfCores
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window
@@ -302,6 +303,27 @@ def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library
     # Scalars of the step, too.
     assert 2 <= down < 2.01
     assert 2 <= up < 2.01
+
+
+@on_ranks(1)
+def test_a_clip_in_host_memory_has_the_ranks_share_of_cores(rank, world_size, library):
+    standin_device.register(library)
+    found = []
+
+    def seen(gradients):
+        found.append(torch.get_num_threads())
+        return sums_of_squares(gradients)
+
+    before = torch.get_num_threads()
+    cores = mock.patch("hf_zero.offload.choice.choose_host_cores", lambda device: ShareOfCores(before + 1))
+    with cores, mock.patch("hf_zero.step.norm.sums_of_squares", seen):
+        model, optimizer, engine = prepared({"stage": 2, "offload": HOST})
+        batch = gpt2_batch(torch.Generator().manual_seed(0), 2)
+        model(**{name: values.to(own_device()) for name, values in batch.items()}).loss.backward()
+        engine.clip_grad_norm_(1.0)
+        assert found == [before + 1]
+        optimizer.step()
+    assert torch.get_num_threads() == before
 
 
 # ---- `nonfinite: skip` ----
