@@ -323,7 +323,7 @@ SHORT = [
     ("activations in host memory", "in halves", 2),
     ("outer steps", "gpt2", 2),
     ("groups", "gpt2", 4),
-    ("int8 between groups at stage 3", "gpt2", 4),
+    ("int8 between groups at stage 2", "gpt2", 4),
     ("secondary shards", "gpt2", 4),
 ]
 
