@@ -1,7 +1,6 @@
 """Buckets of parameters reduced together, the slots of the parameters, and this rank's shards."""
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, repeat, takewhile
@@ -22,6 +21,7 @@ from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
 from ..layout.intervals import Interval
 from ..offload.shards import Region
 from ..offload.tiers import Tier
+from .flat_views import FlatViews
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
 from .sharded import (
@@ -32,88 +32,9 @@ from .sharded import (
     ShardedGradientError,
     allow_norms,
     coefficient_of_all,
-    plain_gradient,
     refuse_norms,
     taken_gradients,
 )
-
-# ---- All views of a flat tensor in one call of torch ----
-
-
-class FlatViews:
-    """Splits flat tensors of one layout into views, five times as fast on the host as one view at a time in Python.
-
-    Args:
-        parts: for each view, its interval of the flat tensor and its shape; intervals are ascending and do not overlap.
-    """
-
-    def __init__(self, parts: Iterable[tuple[Interval, Sequence[int]]]):
-        # Sizes of all pieces, including gaps.
-        self._sizes: list[int] = []
-        self._places: list[int] = []
-        # Pieces are already 1-D. Reshaping 1-D views, as of most parameters, would only cost operations.
-        self._shaped: list[int] = []
-        self._shapes: list[Sequence[int]] = []
-        self._end = end = 0
-        for number, (interval, shape) in enumerate(parts):
-            if interval.start > end:
-                self._sizes.append(interval.start - end)
-            self._places.append(len(self._sizes))
-            self._sizes.append(interval.numel)
-            if len(shape) != 1:
-                self._shaped.append(number)
-                self._shapes.append(shape)
-            self._end = end = max(end, interval.stop)
-        self._gaps = sorted(set(range(len(self._sizes))) - set(self._places))
-
-    def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the views of a 1-D tensor, each in its shape, row-major."""
-        tail = flat.numel() - self._end
-        pieces = flat.split_with_sizes([*self._sizes, tail] if tail else self._sizes)
-        found = list(map(pieces.__getitem__, self._places))
-        # `__setitem__` returns None, so `any` runs to the end.
-        shaped = self._shaped
-        any(map(found.__setitem__, shaped, map(torch.Tensor.view, map(found.__getitem__, shaped), self._shapes)))
-        return found
-
-    def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and after the views.
-
-        Args:
-            flat: the 1-D tensor.
-            values: one tensor per view, with its shape and the dtype of `flat`, not sharing memory with `flat`.
-            factor: multiplies all values.
-        """
-        if not all(map(torch.Tensor.is_contiguous, values)):
-            values = [value.contiguous() for value in values]
-        parts, shaped = list(values), self._shaped
-        any(map(parts.__setitem__, shaped, map(torch.Tensor.view, map(values.__getitem__, shaped), repeat(-1))))
-        if self._gaps:
-            parts = self._with_zeros_between(parts, flat)
-        filled = flat if self._end == flat.numel() else flat[: self._end]
-        # Two operations for any number of parts, because one copy per part would cost the host more than the device.
-        if len(parts) == 1:
-            torch.mul(parts[0], factor, out=filled)
-        else:
-            torch.cat(parts, out=filled)
-            if factor != 1.0:
-                filled.mul_(factor)
-        if filled is not flat:
-            flat[self._end :].zero_()
-
-    def _with_zeros_between(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [self._sizes[place] for place in self._gaps]
-        zeros = torch.zeros(max(sizes), dtype=flat.dtype, device=flat.device)
-        joined = [zeros] * len(self._sizes)
-        _replace(joined, self._places, parts)
-        _replace(joined, self._gaps, (zeros[:size] for size in sizes))
-        return joined
-
-
-def _replace(values: list[torch.Tensor], places: Iterable[int], by: Iterable[torch.Tensor]) -> None:
-    """Replaces elements of a list. Loops in C."""
-    deque(map(values.__setitem__, places, by), maxlen=0)
-
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's shards of the buffer ----
 
@@ -834,90 +755,3 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
         set_all(slots, "version", list(map((1).__add__, map(_SLOT_VERSION, slots))))
         increment_version(parameters)
     return dict(zip(buckets, map(_SLOTS, buckets)))
-
-
-# ---- Contiguous rows as one flat tensor: one kernel launch for many parameters ----
-
-
-@dataclass(eq=False, slots=True)
-class Run:
-    """Contiguous rows of one bucket, with contiguous gradients.
-
-    Padding ends a run, because its memory has no gradient and is uninitialized on an accelerator.
-
-    Attributes:
-        phase: a value shared by all rows.
-        interval: the run's interval of the rank's shard.
-        gradient: (interval.numel,), a view of the rows' gradients, or a copy if one of them is not dense.
-    """
-
-    phase: Hashable
-    interval: Interval
-    gradient: torch.Tensor
-
-
-_PLACE = attrgetter("slot.bucket.layout.index", "layout.in_shard.start")
-_INDEX = attrgetter("layout.index")
-
-
-def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
-    """Joins rows with gradients into the fewest runs, in the order of buckets and rows.
-
-    Args:
-        rows: the rows.
-        phase_of: rows with different phases do not share a run. None: one phase for all.
-    """
-    # A caller whose kernel multiplies by clip coefficients must take the coefficients before this call.
-    rows = list(rows)
-    phases = {None} if phase_of is None else set(phase_of.values())
-    buckets = sorted(set(map(BUCKET_OF, rows)), key=_INDEX)
-    if len(phases) == 1 and len(rows) == sum(map(len, map(_ROWS, buckets))):
-        (phase,) = phases
-        laid = laid_gradients_of(buckets)
-        flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [b.flat_gradients() for b in buckets]
-        if all(map(is_not, flats, repeat(None))):
-            # The usual case, without a Python loop over rows.
-            return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat]
-    return _runs_row_by_row(rows, phase_of)
-
-
-def _runs_row_by_row(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None) -> list[Run]:
-    # Runs for each parameter in each step, so the loop calls no Python function per row.
-    ordered = sorted(rows, key=_PLACE)
-    held: list[Any] = [row.tensor.grad for row in ordered]
-    gradients = [each if type(each) is torch.Tensor else plain_gradient(each) for each in held]
-    if not all(map(torch.Tensor.is_contiguous, gradients)):
-        gradients = [gradient.contiguous() for gradient in gradients]
-    phases = repeat(None) if phase_of is None else [phase_of[row] for row in ordered]
-    found: list[Run] = []
-    bucket: Bucket | None = None
-    phase: Hashable = None
-    dtype: torch.dtype | None = None
-    first, start, stop, end, memory_end = None, 0, 0, 0, 0
-    for row, gradient, address, own_phase in zip(ordered, gradients, map(torch.Tensor.data_ptr, gradients), phases):
-        part, here = row.layout.in_shard, row.slot.bucket
-        if (
-            first is not None
-            and here is bucket
-            and part.start == stop
-            and address == end
-            and gradient.dtype == dtype
-            # Adjacent addresses do not suffice: two allocations may be adjacent, and torch refuses a view beyond its storage.
-            and address + gradient.nbytes <= memory_end
-            and own_phase == phase
-        ):
-            stop, end = part.stop, address + gradient.nbytes
-            continue
-        if first is not None:
-            found.append(_run(phase, start, stop, first))
-        first, bucket, phase, dtype = gradient, here, own_phase, gradient.dtype
-        (start, stop), end = part, address + gradient.nbytes
-        memory = gradient.untyped_storage()
-        memory_end = memory.data_ptr() + memory.nbytes()
-    if first is not None:
-        found.append(_run(phase, start, stop, first))
-    return found
-
-
-def _run(phase: Hashable, start: int, stop: int, first: torch.Tensor) -> Run:
-    return Run(phase, Interval(start, stop), first.as_strided((stop - start,), (1,)))

@@ -537,8 +537,6 @@ def _hash(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-# ---- JSON values, checked against the format before they are used ----
-
 Value = TypeVar("Value")
 
 

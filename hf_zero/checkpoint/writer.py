@@ -18,10 +18,11 @@ import torch
 import xxhash
 
 from ..comm.all_or_none import Exchange, Merge
-from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
+from ..device import allocate, in_units, pinned
 from ..layout.boxes import Box
 from ..layout.dealing import aligned
 from ..layout.intervals import Cuts, EvenCuts, Interval, joined_cuts, joined_intervals, without_ranks
+from ..queues import Mark, queue_end, side_queue
 from ..versions import __version__
 from .commit import merged_on_all_ranks, on_all_ranks
 from .files import SAVE_KEY, CheckpointError, Written

@@ -2,12 +2,14 @@
 
 import torch
 
-from ..device import clock
 from ..presence.watchdog import watch_over
+from ..queues import clock
+from .collective import CollectiveTransport
 from .groups import Groups
 from .ledger import Ledger
+from .local import LocalTransport
 from .point_to_point import PointToPointTransport
-from .transport import CollectiveTransport, DataParallelGroup, LocalTransport, Transport
+from .transport import DataParallelGroup, Transport
 
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:

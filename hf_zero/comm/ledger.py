@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..device import Moment, clock
 from ..presence.arrivals import CommunicationError
 from ..presence.rank_state import ScriptCollective, script_line
+from ..queues import Moment, clock
 from .collective_log import ENDED, LABEL, CollectiveLog, first_line
 
 _Result = TypeVar("_Result")

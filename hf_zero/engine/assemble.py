@@ -38,8 +38,9 @@ from ..optimizer.trial import Finding
 from ..stage3.sharded_model import ShardedModel
 from ..stage3.unit import Unit
 from ..stage3.unsharding import Unsharding
-from ..step.collectives import ParameterGather, Wire, choose_wire
-from ..step.norm import GradientNorm, NonFiniteCheck, choose_norm
+from ..step.nonfinite import NonFiniteCheck
+from ..step.norm import GradientNorm, choose_norm
+from ..step.parameter_gather import ParameterGather
 from .bucketing import (
     BucketBuilder,
     Division,
@@ -52,9 +53,11 @@ from .bucketing import (
     shards_parameters,
 )
 from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
+from .exact_weights import ExactWeights
 from .models import models_in
-from .parameter_places import ExactWeights, ParameterPlaces
+from .parameter_places import ParameterPlaces
 from .split_model import CopyChecks, Mesh, SplitModel
+from .wire import Wire, choose_wire
 
 # ---- The tier's part in building an engine: room for the state, and its holder ----
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..arithmetic.flat import FLOAT_DTYPES
 from ..buckets.bucket import Bucket, BucketKey
-from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
+from ..buckets.memory import ParameterMemory, UnshardedMemory
+from ..buckets.offloaded_memory import sharded_memory
 from ..buckets.packed import is_packed, refuse_inner_tensors, refuse_unpackable, start_alike
 from ..buckets.precision import (
     GatheredDtypes,
@@ -33,11 +34,11 @@ from ..offload.choice import Placement
 from ..offload.shards import ParameterTier
 from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from ..optimizer.trial import UpdateScope
-from ..step.collectives import Wire
 from .buffers import ignored_by_ddp, ignored_parameters
 from .compiled import compiles_itself
 from .models import Models, is_outside, named_models_in
 from .split_model import Mesh, SplitModel
+from .wire import Wire
 
 # ---- Refuses models, settings and optimizers that an engine would train wrongly, before anything is moved ----
 

@@ -20,20 +20,19 @@ from ..presence.error_hook import ErrorHook
 from ..stage3.gathered import IN_GATHERED, parameters_in, put_back
 from ..step.backward import never_asked
 from ..step.sharded_optimizer import RowStates, ShardedOptimizer, whole_parameters
-from ..step.training_step import TrainingStep, rank_allocations
+from ..step.training_step import TrainingStep
 from .assemble import Parts, assemble
 from .buffers import broadcast_buffers, ignored_parameters
 from .dcp_helpers import support_dcp_helpers
+from .freezing import FreezesInForward, frozen
 from .loss_scale import agree_on_overflows
 from .models import is_outside, joined
-from .parameter_places import FreezesInForward, frozen
+from .rank_allocation import rank_allocations
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
 from .state import EngineState
 from .state_rows import on_host, resize_whole, state_of
-
-# ---- The engine: one object that trains one model with sharded state. The only file that knows all of engine/ ----
 
 
 class ZeroEngine:

@@ -1,7 +1,6 @@
 """Notices parameters that a script has moved or replaced, and reads exact weights."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator
 from operator import attrgetter, is_
 
 import torch
@@ -10,63 +9,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import all_are_hidden, show_values
-from ..comm.transport import Transport
 from ..hooks.guards import look_only
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
-from ..optimizer.holder import StateHolder
-from ..step.collectives import Gather
 from .buffers import ignored_parameters
 from .compiled import is_compiled
-
-# ---- A model that is only evaluated: its parameters get no gradients, whatever their `requires_grad` says ----
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Freezes all parameters of a model, and afterwards sets `requires_grad` as it was. Parameters may be replaced inside."""
-    # By names, since the model may have other objects under these names afterwards.
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for name in trained:
-            model.get_parameter(name).requires_grad_(True)
-
-
-class FreezesInForward:
-    """Keeps parameters out of the graphs of forwards: nobody reduces their gradients, which would differ by rank."""
-
-    def __init__(self) -> None:
-        self._frozen: list[tuple[nn.Module, list[nn.Parameter]]] = []
-
-    def watch(self, entry: nn.Module) -> list[RemovableHandle]:
-        """Watches forwards of `entry`, and of each module with own parameters, which a script may call separately."""
-        modules = [entry, *(module for module in entry.modules() if module._parameters and module is not entry)]
-        handles: list[RemovableHandle] = []
-        for module in modules:
-            begin, end = FreezesInForward._begin, FreezesInForward._end
-            handles += [
-                module.register_forward_pre_hook(WeakHook(self, begin), prepend=True),
-                module.register_forward_hook(WeakHook(self, end), always_call=True),
-            ]
-        return handles
-
-    def _begin(self, module: nn.Module, _args: tuple) -> None:
-        if torch.is_grad_enabled():
-            self._frozen.append((module, [p for p in module.parameters() if p.requires_grad]))
-            for parameter in self._frozen[-1][1]:
-                parameter.requires_grad_(False)
-
-    def _end(self, module: nn.Module, *_args: object) -> None:
-        # Also called after an error in a hook before `_begin`.
-        if self._frozen and self._frozen[-1][0] is module:
-            for parameter in self._frozen.pop()[1]:
-                parameter.requires_grad_(True)
-
-
-# ---- Which module has each bucketed parameter under which name, and whether it still does ----
 
 _PARAMETERS = attrgetter("_parameters")
 _DEPTH_OF_WRAPPERS = 4
@@ -279,67 +226,3 @@ def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
         "the changed model with a new optimizer (to resize, hf_zero.engine_of(model).resize_embeddings(num_tokens) does all of "
         "that). Evaluation under torch.no_grad() and saving need nothing."
     )
-
-
-# ---- Puts exact values into unsharded parameters for a while, where quantised all-gathers have rounded them ----
-
-
-class ExactWeights:
-    """Replaces the compute values of parameters by the masters' values, and back.
-
-    Without buckets, as where parameters travel as they are, all of it does nothing. Sharded parameters are not among them:
-    their shards are exact, and only what is gathered is not.
-
-    Args:
-        buckets: of whole parameters; those that have not been through blocks do not matter.
-        gather: brings them together as they are.
-        holder: has their masters.
-        timeout_s: how long ranks that come wait for those that do not.
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], gather: Gather, holder: StateHolder, transport: Transport, timeout_s: float
-    ):
-        self._rounding_of = {b: rounds for b in buckets if (rounds := b.precision.weights) is not None}
-        self._gather = gather
-        self._holder = holder
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self._depth = 0
-        # All ranks have started with the same exact values.
-        self.put_back()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._rounding_of
-
-    @contextmanager
-    def fetched_master(self, purpose: str, alone: str = "") -> Iterator[None]:
-        """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets.
-
-        Args:
-            alone: see `Transport.barrier`.
-        """
-        if self._rounding_of and not self._depth:
-            self._transport.barrier(purpose, self._timeout_s, alone)
-            for bucket in self._rounding_of:
-                with self._holder.fetched_master(bucket):
-                    # Edits first: the write-back would undo what a script has written into the rounded parameters.
-                    bucket.follow_edits()
-                    bucket.write_back()
-                # Waited for at once: no guard makes a reader inside the context wait, as behind a step.
-                self._gather.start(bucket).finish()
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            self.put_back()
-
-    def put_back(self) -> None:
-        """Rounds exact parameters to the values of a quantised gather, without one.
-
-        Shards are whole blocks, so that the blocks of the whole are those of the shards.
-        """
-        for bucket, rounds in self._rounding_of.items() if not self._depth else ():
-            rounds(bucket.flat)

@@ -18,8 +18,9 @@ from ..buckets.memory import UnshardedMemory
 from ..comm.choice import choose_group, choose_transport
 from ..comm.groups import Groups
 from ..comm.ledger import Ledger
+from ..comm.local import LocalTransport
 from ..comm.model_copies import Agreement, ModelCopies
-from ..comm.transport import DataParallelGroup, LocalTransport, Transport
+from ..comm.transport import DataParallelGroup, Transport
 from ..config import CommConfig, ConfigError, ZeroConfig
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
@@ -491,9 +492,6 @@ def _digest_of(values: Sequence[Any]) -> str:
             digest.update(str((value.dtype, tuple(value.shape))).encode())
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-# ---- The dimensions of a run's ranks: data parallel, and those that split a model ----
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_itemsizes
-from ..step.sharded_optimizer import RowWrites, ShardedOptimizer
+from ..step.row_writes import RowWrites
+from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts
 from .models import is_outside
 from .split_model import read_part

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..buckets.bucket import Bucket
-from ..buckets.memory import GatheredMemory
+from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
 from ..comm.groups import keeps_launch_order

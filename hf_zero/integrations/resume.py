@@ -115,8 +115,6 @@ def state_faults(checkpoint: Path) -> list[str]:
     return faults
 
 
-# ---- The checkpoint to resume from: the requested one, or the newest good one ----
-
 logger = logging.get_logger(__name__)
 
 LAST_GOOD = "last-good"

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-# ---- The facts of a training run for its model card, read from JSON files in the folder, never from a pickle ----
 #
 # A fact missing in the files is also omitted from the card.
 

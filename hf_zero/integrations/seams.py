@@ -105,7 +105,7 @@ SEAMS = (
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
-        where=("comm/profiler_ranges", "comm/transport"),
+        where=("comm/profiler_ranges", "comm/collective"),
         why="Names collectives in profiles, at no cost without a profiler.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
@@ -166,7 +166,7 @@ SEAMS = (
     Seam(
         owner="torch:_C",
         names=("_functorch",),
-        where=("stage3/unit",),
+        where=("stage3/transforms",),
         why="Whether torch.func runs a forward: stage 3's gathers and hooks cannot work on its wrapped tensors.",
         test="test_sharded_reads.py::test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name",
     ),
@@ -195,7 +195,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_apply", "_load_from_state_dict"),
-        where=("stage3/sharded_model",),
+        where=("stage3/module_methods",),
         why="`.to()`, `.half()` and `load_state_dict` of sharded parameters; both methods are replaced on the modules of "
         "stage 3.",
         test="test_stage3_faults.py::test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on",

@@ -662,9 +662,6 @@ def _stay(_trainer: Trainer, _model: nn.Module, _device: torch.device) -> None:
     pass
 
 
-# ---- Replacements for Trainer's methods, called by Trainer or by a subclass's method of the same name ----
-
-
 def _push_to_hub(
     trainer: Any,
     commit_message: str | None = "End of training",

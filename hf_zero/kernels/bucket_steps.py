@@ -13,14 +13,16 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..arithmetic.flat import FLOAT_DTYPES, runs_triton
-from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, laid_gradients_of, runs_of
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
 from ..buckets.rows import Coded
+from ..buckets.runs import Run, runs_of
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
 from ..hooks.tensors import set_all
 from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
-from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
+from ..optimizer.bucket_steps import BucketStep, LentStep
+from ..optimizer.holder import Assigned, StepChoice
 from ..optimizer.places import StateInBlocks
 from .adamw import AdamW, adamw
 from .adamw_in_blocks import adamw_in_blocks

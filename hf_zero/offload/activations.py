@@ -18,7 +18,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..device import Mark, SideQueue, passing_host_bytes, side_queue
+from ..device import passing_host_bytes
+from ..queues import Mark, SideQueue, side_queue
 
 SMALL_BYTES = 4096
 """Smaller storages stay on the device."""

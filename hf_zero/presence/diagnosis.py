@@ -274,7 +274,6 @@ def _ranks(ranks: list[int]) -> str:
     return in_words(ranks, _LISTED)
 
 
-# ---- Ends waits for a late rank, long before the backend's own limit ----
 #
 # [Note: how a wait is ended] Twice a second, a thread of each rank checks the wait of the main thread, which may also be a
 # collective called by the script itself. If a wait has taken `comm.late_s`, the thread asks the other ranks for their state. If

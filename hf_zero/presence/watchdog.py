@@ -25,7 +25,6 @@ from .store import Keys, StoreSilentError, StoreThread
 
 T = TypeVar("T")
 
-# ---- The watchdog of a rank: asks the other ranks for their state, and answers for this one ----
 #
 # [Note: who is asked] If a rank has waited long, or its wait has failed, the rank asks a question through the store, and a thread
 # of each other rank answers with its `RankState`. So nothing is written while all goes well. A rank without an answer is stopped,

@@ -14,10 +14,11 @@ from torch import nn
 from ..checkpoint.files import in_one_line
 from ..comm.ledger import CommRow, Ledger
 from ..config import ZeroConfig
-from ..device import HostValue, Moment, peak_bytes
+from ..device import peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..hooks.weak import WeakHook
+from ..queues import HostValue, Moment
 from .run_files import LogFile, read_lines
 
 # ---- Counts steps, samples, tokens and seconds of a run with the host's clock, as the hooks are called ----

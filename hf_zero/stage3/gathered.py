@@ -12,12 +12,15 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.all_or_none import first_difference
 from ..comm.ledger import Label
-from ..comm.transport import LocalTransport, Transport
+from ..comm.local import LocalTransport
+from ..comm.transport import Transport
 from ..device import free_bytes
 from ..engine.report_tables import mib
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import checksums
-from .unit import TRANSFORMED, Unit, is_cast
+from .transforms import TRANSFORMED
+from .unit import Unit
+from .unseen_edits import is_cast
 from .unsharding import Unsharding
 
 # ---- Backward nodes with saved whole parameters: the parameters are gathered again when such a node runs ----

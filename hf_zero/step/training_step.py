@@ -2,9 +2,9 @@
 
 import os
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from operator import is_
@@ -25,8 +25,6 @@ from ..buckets.bucket import (
     rows_with_gradient,
 )
 from ..buckets.memory import UnshardedMemory
-from ..buckets.sharded import ShardedGradient
-from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units
@@ -34,157 +32,19 @@ from ..engine.assemble import Parts, refuse_disagreement
 from ..engine.buffers import ModelBuffers
 from ..engine.compiled import compiled_frames, is_compiled
 from ..engine.models import models_in
+from ..engine.rank_allocation import RankAllocation
 from ..hooks.tensors import is_in_backward
-from ..hooks.weak import WeakHook, engine_attached_to
+from ..hooks.weak import WeakHook
 from ..layout import gradient_buffers
-from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
 from ..stage3.unit import Unit
 from .backward import Gradients, never_asked
-from .gradient_store import GradientStore, Landing, choose_store
-from .sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
-
-# ---- Edits through `.data`, which autograd does not count, so the masters would not follow ----
-
-_STEPS = 2
-
-
-class UncountedEdits:
-    """Compares parameters with their masters before the first steps. A script with edits through `.data` makes them in each step.
-
-    Args:
-        buckets: the trained buckets.
-        holder: stores the masters.
-
-    Attributes:
-        watched: buckets that are still compared before their next step.
-    """
-
-    def __init__(self, buckets: Iterable[Bucket], holder: StateHolder):
-        self._holder = holder
-        self._steps: Counter[Bucket] = Counter()
-        # If parameters are sent in quantized blocks, they differ from their masters.
-        exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
-        self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
-
-    def refuse(self, buckets: Iterable[Bucket], exchange: Exchange) -> None:
-        """Called before a step of some buckets. Collective if some of the buckets are watched.
-
-        Raises:
-            RuntimeError: on all ranks, if one rank has an uncounted edit. If only that rank raised, the others would hang in the
-                step.
-        """
-        watched = self.watched.intersection(buckets)
-        if watched:
-            raise_on_all(
-                exchange, self._find(watched), expected=(RuntimeError,), error=lambda _, told: RuntimeError(told)
-            )
-
-    @torch.no_grad()
-    def _find(self, watched: Iterable[Bucket]) -> RuntimeError | None:
-        """Returns the error for an edit on this rank. The host waits once for each device with masters."""
-        compared: dict[torch.device, list[tuple[Row, torch.Tensor]]] = {}
-        for bucket in watched:
-            self._steps[bucket] += 1
-            if self._steps[bucket] == _STEPS:
-                self.watched.remove(bucket)
-            values = bucket.memory.read_own()
-            # Compare on the masters' devices, of which there may be several.
-            own = {values.device: values}
-            for row in (row for row in bucket.rows if self._waits(row)):
-                master = cast(torch.Tensor, self._holder.master_view(row))
-                if master.device not in own:
-                    own[master.device] = values.to(master.device)
-                mine, expected = row.of(own[master.device]), master.to(values.dtype)
-                is_alike = ((mine == expected) | (mine.isnan() & expected.isnan())).all()
-                compared.setdefault(master.device, []).append((row, is_alike))
-        for found in compared.values():
-            alike = torch.stack([is_alike for _, is_alike in found]).tolist()
-            edited = next((row for (row, _), is_alike in zip(found, alike) if not is_alike), None)
-            if edited is not None:
-                return RuntimeError(
-                    f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and "
-                    "the optimizer's step would undo it from the master. Edit the parameter itself under "
-                    "`torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
-                )
-        return None
-
-    @staticmethod
-    def _waits(row: Row) -> bool:
-        # A class whose step calls its parent's step gets here a second time, after the masters have been stepped.
-        return row.tensor.grad is not None and row.slot.version == row.slot.parameter._version
-
-
-# AdaLoRA (Zhang et al. 2023): `update_and_allocate` reads gradients after the step and masks weights. Both are whole here.
-
-_NAME = "update_and_allocate"
-"""Method of peft's AdaLoRA models. The script calls the method after the optimizer's step and before `zero_grad`."""
-
-
-class RankAllocation:
-    """Replaces the method on one module, and keeps whole gradients of the module's trained parameters for the method.
-
-    The gradients are gathered before each step, because the step drops them and the method runs after the step. Adapters are
-    small, so the copies need little memory.
-    """
-
-    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter]):
-        self._module = module
-        self._trained = trained
-        self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
-        module.__dict__[_NAME] = self
-
-    def remove(self) -> None:
-        """Restores the method of the module's class."""
-        self._module.__dict__.pop(_NAME, None)
-
-    def before_step(self) -> None:
-        """Gathers the gradients before the step drops them. Collective."""
-        engine = engine_attached_to(self._trained[0])
-        if engine is not None:
-            self._gradients = {parameter: engine.full_grad(parameter) for parameter in self._trained}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stock = getattr(type(self._module), _NAME)
-        engine = engine_attached_to(self._trained[0])
-        if engine is None:
-            return stock(self._module, *args, **kwargs)
-        # The script calls the method before the step, so the kept gradients belong to an earlier step.
-        if any(_is_waiting(parameter.grad) for parameter in self._trained):
-            self.before_step()
-        with ExitStack() as stack, engine.gathered(self._trained, writeback=True, purpose=f"{_NAME}()"):
-            for parameter in self._trained:
-                # Restore the stand-in afterwards. A backward without `zero_grad` would otherwise reduce the whole gradient again.
-                stack.callback(setattr, parameter, "grad", parameter.grad)
-                parameter.grad = self._gradients.get(parameter)
-            return stock(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        # The copied module gets the plain method, because no engine trains the copy.
-        return getattr(memo[id(self._module)], _NAME)
-
-    def __reduce__(self) -> tuple:
-        return getattr, (self._module, _NAME)
-
-
-def rank_allocations(model: nn.Module, trained: Sequence[nn.Parameter]) -> list[RankAllocation]:
-    """Returns an object for each module of the model with the method and trained parameters."""
-    held = set(trained)
-    found = []
-    for module in model.modules():
-        own = [parameter for parameter in module.parameters() if parameter in held]
-        if own and hasattr(type(module), _NAME):
-            found.append(RankAllocation(module, own))
-    return found
-
-
-def _is_waiting(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient still waits for its step."""
-    return isinstance(gradient, ShardedGradient) and not gradient.is_spent
-
-
-# ---- Hooks around a forward, a backward and `optimizer.step()` ----
+from .gradient_store import GradientStore, Landing
+from .row_writes import RowWrites
+from .sharded_gradients import choose_store
+from .sharded_optimizer import ShardedOptimizer, identity_of
+from .uncounted_edits import UncountedEdits
 
 # [Note: the order of a step]
 # - Reductions start during backward and are awaited at its end. They overlap with autograd's kernels, and after backward, a

@@ -2,7 +2,7 @@
 
 from ..buckets.bucket import Bucket
 from ..comm.transport import Handle
-from ..step.collectives import GATHER, Gather
+from ..step.gathers import GATHER, Gather
 from .block_collectives import all_gather_blocks
 from .quantise import BlockFormat
 

@@ -10,10 +10,11 @@ from ..buckets.bucket import Bucket
 from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ..comm.groups import Groups
 from ..comm.ledger import Label
-from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
+from ..comm.steps_in_order import StepsInOrder
+from ..comm.transport import DataParallelGroup, Handle
 from ..config import CommConfig
 from ..layout.intervals import Interval
-from ..step.collectives import Reduction
+from ..step.reductions import Reduction
 from .block_collectives import all_gather_blocks, reduce_scatter_blocks
 from .quantise import BlockFormat
 from .residuals import BETWEEN, OF_SUMS, Residuals

@@ -99,7 +99,7 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
     if not hasattr(torch, DEVICE.type):
         torch._register_device_module(DEVICE.type, _device_module())
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    nothing, collectives = _Nothing(), "hf_zero.comm.transport"
+    nothing, collectives = _Nothing(), "hf_zero.comm.collective"
     try:
         with ExitStack() as stack:
             for each in (

@@ -184,21 +184,23 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     """Counts the step of each engine on this rank, in an existing process group."""
     os.environ["TRITON_INTERPRET"] = "1"
     # Import here: the replacements below stay until the process ends.
+    import hf_zero.buckets.gathered_memory
     import hf_zero.buckets.memory
-    import hf_zero.step.gradient_store
+    import hf_zero.step.sharded_gradients
     from hf_zero import device
     from hf_zero.kernels.base import Kernel
-    from hf_zero.step.norm import NonFiniteCheck
+    from hf_zero.step.nonfinite import NonFiniteCheck
 
     launches: list[None] = []
     Kernel._launch = lambda *_arguments, **_constants: launches.append(None)
     # Kernels and the fake group write nothing, so a norm is computed from uninitialized memory, which may contain a NaN.
     NonFiniteCheck.found = lambda *_: None
-    for module in (hf_zero.buckets.memory, hf_zero.step.gradient_store):
+    for module in (hf_zero.buckets.gathered_memory, hf_zero.step.sharded_gradients):
         module.reserve = lambda numel, dtype, where, kept, apart=False: device.ResizedReservation(
             numel, dtype, kept, where
         )
-    hf_zero.buckets.memory.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
+    for module in (hf_zero.buckets.gathered_memory, hf_zero.buckets.memory):
+        module.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
     batches = [SHAPES[case.model].workload.make_batch(rank, step) for step in range(BATCHES)]
     loops = {name: _loop(name, case) for name in engines}
     for loop in loops.values():

@@ -174,9 +174,10 @@ class Host:
         """Replaces functions of the engine by ones that note when they run, until the block ends."""
         from hf_zero.buckets.bucket import Bucket
         from hf_zero.offload import copies
-        from hf_zero.optimizer.holder import BucketStep, StepChoice
-        from hf_zero.step.gradient_store import ShardedGradients
+        from hf_zero.optimizer.bucket_steps import BucketStep
+        from hf_zero.optimizer.holder import StepChoice
         from hf_zero.step.norm import GradientNorm
+        from hf_zero.step.sharded_gradients import ShardedGradients
 
         def of_bucket(arguments: tuple) -> str:
             return f" {arguments[1].layout.index}"

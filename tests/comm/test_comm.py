@@ -34,13 +34,14 @@ from training import gpt2, gpt2_batch
 from hf_zero.arithmetic.sums import sum_in_rank_order, sum_of_squares
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
+from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.control import Control, GatherOrder, rounds
 from hf_zero.comm.groups import Groups, RankGroup, urgent_options
 from hf_zero.comm.ledger import Label, Ledger, Watch
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.transport import CollectiveTransport, Handle, StepsInOrder
+from hf_zero.comm.steps_in_order import StepsInOrder
+from hf_zero.comm.transport import Handle
 from hf_zero.config import CommConfig
-from hf_zero.device import SideQueue, queue_end
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.shared_settings import SharedSettings
 from hf_zero.presence import arrivals
@@ -48,6 +49,7 @@ from hf_zero.presence.arrivals import CommunicationError, RankProcess
 from hf_zero.presence.store_barrier import StoreBarrier
 from hf_zero.presence.store_exchange import StoreExchange
 from hf_zero.presence.watchdog import Watchdog
+from hf_zero.queues import SideQueue, queue_end
 
 pytestmark = pytest.mark.timeout(120)
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")

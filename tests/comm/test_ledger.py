@@ -20,16 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 from trainer_job import as_launched
 
 from hf_zero.arithmetic.sums import PART_NUMEL, sum_of_squares, sums_of_squares
-from hf_zero.buckets.bucket import FlatViews
+from hf_zero.buckets.flat_views import FlatViews
 from hf_zero.buckets.sharded import ShardedValues
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
 from hf_zero.comm.ledger import CommRow, Label, Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.config import ZeroConfig
-from hf_zero.device import Moment, clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.intervals import Interval
+from hf_zero.queues import Moment, clock
 
 pytestmark = pytest.mark.timeout(120)
 GATHER, REDUCE = (

@@ -24,7 +24,7 @@ from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity import _adding_in_float32
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
 from hf_zero.step import training_step
-from hf_zero.step.gradient_store import ShardedGradients
+from hf_zero.step.sharded_gradients import ShardedGradients
 
 SECONDS = 90
 

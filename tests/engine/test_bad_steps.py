@@ -13,7 +13,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.step.norm import NonFiniteGradientError
+from hf_zero.step.nonfinite import NonFiniteGradientError
 
 pytestmark = pytest.mark.timeout(180)
 

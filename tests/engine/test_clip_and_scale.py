@@ -24,7 +24,7 @@ from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import scale_over_shards
 from hf_zero.optimizer.holder import StepChoice
-from hf_zero.step.norm import NonFiniteCheck
+from hf_zero.step.nonfinite import NonFiniteCheck
 
 pytestmark = pytest.mark.timeout(180)
 WITH_ROWS = {

@@ -18,12 +18,12 @@ from hf_zero.arithmetic.flat import has_triton
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
-from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import load_engine
 from hf_zero.layout.blocks import blocks
-from hf_zero.step.norm import NonFiniteGradientError
+from hf_zero.queues import clock
+from hf_zero.step.nonfinite import NonFiniteGradientError
 
 # cuBLAS reads the variable with its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -27,8 +27,8 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.announce import state_plan
 from hf_zero.layout import gradient_buffers
-from hf_zero.step.collectives import ReplicatedReduction
-from hf_zero.step.norm import NonFiniteGradientError
+from hf_zero.step.nonfinite import NonFiniteGradientError
+from hf_zero.step.reductions import ReplicatedReduction
 
 pytestmark = pytest.mark.timeout(180)
 

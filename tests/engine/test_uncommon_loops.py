@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
-from hf_zero.buckets import memory
+from hf_zero.buckets import gathered_memory
 from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
@@ -545,7 +545,7 @@ def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *
 
 def as_on_an_accelerator():
     """Parameters in memory that is given back as a whole, and shards apart from it."""
-    return mock.patch.object(memory, "reserve", resized)
+    return mock.patch.object(gathered_memory, "reserve", resized)
 
 
 WHOLE = [{"stage": stage} for stage in (0, 1, 2)] + [{"stage": 2, "offload": HOST}]

@@ -43,14 +43,15 @@ from training import (
 from hf_zero import ConfigError
 from hf_zero.arithmetic.flat import has_triton, runs_triton, uses_kernels
 from hf_zero.buckets import bucket as buckets
-from hf_zero.buckets.bucket import laid_gradients_of, runs_of
+from hf_zero.buckets.bucket import laid_gradients_of
 from hf_zero.buckets.rows import MASTER
+from hf_zero.buckets.runs import runs_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import load_engine
 from hf_zero.kernels import bucket_steps, statistics
 from hf_zero.kernels.bucket_steps import KernelStep, form_of
-from hf_zero.step.norm import NonFiniteGradientError
+from hf_zero.step.nonfinite import NonFiniteGradientError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -19,7 +19,7 @@ from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
 from hf_zero.layout.intervals import Interval, doubly_covered, even_cuts, joined_cuts, uncovered, without_ranks
 from hf_zero.layout.pieces import pieces_for
 from hf_zero.offload.copies import landing_in, widen_in_place
-from hf_zero.step.gradient_store import BufferPool
+from hf_zero.step.buffer_pool import BufferPool
 
 parameters = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from(["decay", "plain", "half"])), min_size=1, max_size=25

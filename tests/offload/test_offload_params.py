@@ -19,8 +19,8 @@ from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, of
 
 import hf_zero
 from hf_zero import device
-from hf_zero.buckets import memory
-from hf_zero.buckets.memory import OffloadedMemory
+from hf_zero.buckets import gathered_memory
+from hf_zero.buckets.offloaded_memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
@@ -67,7 +67,7 @@ def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_pa
     ) -> ResizedReservation:
         return ResizedReservation(numel, dtype, kept, device)
 
-    with mock.patch.object(memory, "reserve", resized):
+    with mock.patch.object(gathered_memory, "reserve", resized):
         variants = [moved("cpu", "cpu", tmp_path), moved("nvme", "nvme", tmp_path)]
         assert_bitwise(compared(0, 1, {"clipped": replace(CLIPPED, steps=2)}, variants, BASE))
 

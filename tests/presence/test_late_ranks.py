@@ -35,17 +35,18 @@ from hf_zero.arithmetic.checksums import checksum
 from hf_zero.buckets.bucket import Row
 from hf_zero.buckets.rows import PackedPart
 from hf_zero.comm import choice
+from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.collective_log import CollectiveLog
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import SAVE, Label, Ledger, ScriptCollective, Wait, Watch
-from hf_zero.comm.transport import CollectiveTransport, Handle
+from hf_zero.comm.transport import Handle
 from hf_zero.comm.wire_sums import WireSums
 from hf_zero.optimizer.replicas import ReplicasDivergedError
 from hf_zero.presence.arrivals import CommunicationError, RankProcess
 from hf_zero.presence.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
 from hf_zero.presence.rank_state import RankState, script_frame
 from hf_zero.presence.watchdog import StragglerWatch
-from hf_zero.step.collectives import ParameterGather
+from hf_zero.step.parameter_gather import ParameterGather
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, gpt2_batch
 
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
-from hf_zero.stage3.unsharding import AgreedOrder
+from hf_zero.stage3.agreed_order import AgreedOrder
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -43,7 +43,7 @@ from transformers import GenerationConfig
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 import hf_zero
-from hf_zero.buckets import memory
+from hf_zero.buckets import gathered_memory
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.guards import mix_in
@@ -680,7 +680,7 @@ def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *
 @on_ranks(2)
 def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(rank, world_size):
     """Parameters given back by resizing their storage, and not page by page as on the host."""
-    with mock.patch.object(memory, "reserve", resized):
+    with mock.patch.object(gathered_memory, "reserve", resized):
         run = Run(rank, gpt2, SHARDED)
         assert not any(bucket.memory.flat.untyped_storage().nbytes() for bucket in run.engine.buckets)
         same_as_ddp(rank, world_size, evaluating_between_steps, [SHARDED, KEPT, NOT_AHEAD], make=gpt2)

@@ -22,8 +22,8 @@ from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
-from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.queues import clock
 
 pytestmark = pytest.mark.timeout(200)
 SETTINGS = {
@@ -209,7 +209,7 @@ def test_a_step_asks_for_what_the_step_before_has_asked_for_except_for_its_look_
         # The model reads another batch.
         mine = {where: n for where, n in found[f"stage {stage}"][-1].differing.items() if not where.startswith(SCRIPT)}
         assert 0 < sum(mine.values()) <= 4
-        assert all("step/norm.py look" in where or where.endswith("unpin") for where in mine)
+        assert all("step/nonfinite.py look" in where or where.endswith("unpin") for where in mine)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_graph_could_hold_a_step_that_takes_any_gradient(stage, library, tmp_p
         assert not ignores.differing and (ignores.waits, ignores.left) == (0, 0)
         # The host reads only the norm of the previous step, from pinned memory that each step allocates.
         assert stops.waits == 1 and sum(stops.differing.values()) <= 4 and stops.left == 0
-        assert all("step/norm.py look" in where or where.endswith("unpin") for where in stops.differing)
+        assert all("step/nonfinite.py look" in where or where.endswith("unpin") for where in stops.differing)
 
 
 def capturable_losses(rank: int, world_size: int, library: Path, folder: str, stages: list[int | None]) -> list:

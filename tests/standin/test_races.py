@@ -26,11 +26,12 @@ import hf_zero
 from hf_zero.checkpoint.commit import Background
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.writer import LivePieces
-from hf_zero.device import SideQueue, pinned, queue_end, side_queue
+from hf_zero.device import pinned
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state
 from hf_zero.offload.copies import RoundedHostToDevice
-from hf_zero.step.collectives import Gather
+from hf_zero.queues import SideQueue, queue_end, side_queue
+from hf_zero.step.gathers import Gather
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 

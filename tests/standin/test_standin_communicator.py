@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks
 
-from hf_zero.comm.transport import all_gather_flat, reduce_scatter_flat
+from hf_zero.comm.collective import all_gather_flat, reduce_scatter_flat
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 

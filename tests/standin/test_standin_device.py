@@ -25,7 +25,7 @@ from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_
 import hf_zero
 from hf_zero.arithmetic.sums import sums_of_squares
 from hf_zero.checkpoint.commit import Background
-from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
+from hf_zero.device import PAGE_BYTES, PinnedPool, alias, pinned, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
@@ -35,7 +35,8 @@ from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window
 from hf_zero.presence.arrivals import CommunicationError
-from hf_zero.stage3.unsharding import AgreedOrder
+from hf_zero.queues import HostValue
+from hf_zero.stage3.agreed_order import AgreedOrder
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 SCALED = ["stage 2", "state in host memory", "half of it", "state in files"]

@@ -8,6 +8,7 @@ LAYER = {
     "device": 0,
     "hooks": 0,
     "arithmetic": 1,
+    "queues": 1,
     "forecast": 1,
     "comm": 2,
     "presence": 2,

@@ -16,14 +16,14 @@ from torch import nn
 from training import Job, train
 from wire_runs import go_on, resume, save, setting, start
 
+from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import Label
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.transport import CollectiveTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
-from hf_zero.step.norm import NonFiniteGradientError
+from hf_zero.step.nonfinite import NonFiniteGradientError
 from hf_zero.wire.block_collectives import all_gather_blocks, reduce_scatter_blocks
 from hf_zero.wire.quantise import BlockFormat, round_to_blocks
 

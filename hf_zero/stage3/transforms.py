@@ -1,0 +1,42 @@
+"""torch.func over a model at stage 3."""
+
+import torch
+
+from .unit import Unit
+
+TRANSFORMED = (
+    "hf_zero: torch.func of a model at stage 3 cannot be trained through. For values, call it inside `with torch.no_grad(), "
+    "hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
+)
+
+
+_transforms = torch._C._functorch.get_interpreter_stack
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is running, which works only on whole parameters."""
+    return bool(_transforms())
+
+
+def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
+    """Whether torch.func runs a forward over a unit that stays whole. Then the hooks have nothing to do.
+
+    Args:
+        is_watched: whether this is inside `gathered_again`.
+        refuses: False after a forward, which was checked before it ran.
+
+    Raises:
+        RuntimeError: the unit would have to be gathered for the forward, or gathered again in the backward.
+    """
+    stack = _transforms()
+    if not stack:
+        return False
+    is_whole = unit.holds > 0 or not unit.slots
+    if is_whole and not (is_watched and torch.is_grad_enabled()):
+        return True
+    if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
+        # Gathered parameters have no vmap dimension, so vmap alone can run the hooks.
+        return False
+    if refuses:
+        raise RuntimeError(TRANSFORMED)
+    return True

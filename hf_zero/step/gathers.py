@@ -1,0 +1,50 @@
+"""All-gathers of the parameters of a bucket, exact or cast to the dtype of forward and backward."""
+
+import torch
+
+from ..buckets.bucket import Bucket
+from ..comm.groups import RankGroup
+from ..comm.ledger import Label
+from ..comm.transport import Handle
+
+GATHER = "all-gather parameters"
+
+
+def start_all_gather(
+    bucket: Bucket, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+) -> Handle:
+    """Starts filling `flat` with each rank's `own`, exactly; see `Transport.start_all_gather`."""
+    if bucket.key.is_packed:
+        # Backends do not support all dtypes: NCCL lacks int16, gloo lacks bool.
+        flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+    return bucket.group.transport.start_all_gather(flat, own, label, among=among)
+
+
+class Gather:
+    """Fills a bucket's flat buffer with every rank's shard, in this class without quantization.
+
+    Attributes:
+        is_exact: shards are gathered in their own dtype. Otherwise each rank casts its shard to the dtype of forward and
+            backward before the gather.
+        takes_edits: edits of gathered values may be written to the shards, because the values are not rounded and no other copy
+            of them is kept.
+    """
+
+    is_exact = False
+    takes_edits = True
+
+    def __init__(self, *, is_exact: bool = False):
+        self.is_exact = is_exact
+
+    def start(self, bucket: Bucket) -> Handle:
+        """Starts filling `bucket.flat`, whose memory is allocated, from each rank's `bucket.memory.source`."""
+        memory = bucket.memory
+        return start_all_gather(bucket, memory.shown, memory.source, bucket.label(GATHER))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept from one gather for later gathers."""
+        return 0
+
+    def forget(self) -> None:
+        """Called when the parameters are about to change."""
