@@ -105,7 +105,7 @@ SEAMS = (
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
-        where=("comm/profiler_ranges", "comm/collective"),
+        where=("comm/profiler_ranges", "comm/collective", "comm/transport"),
         why="Names collectives in profiles, at no cost without a profiler.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
