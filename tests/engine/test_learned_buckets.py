@@ -365,6 +365,21 @@ def test_a_parameter_with_a_hook_of_the_scripts_own_keeps_its_bucket_watched(ran
 
 
 @on_shared_ranks
+def test_a_learned_bucket_sets_the_stand_ins_of_parameters_that_were_taken_back(rank, world_size):
+    torch.manual_seed(0)
+    run = Run(Layers(), 2)
+    for _ in range(4):
+        usual(run)
+    for parameter in run.model.parameters():
+        parameter.data = parameter.detach().clone()
+    run.engine.readopt()
+    run.forward().backward()
+    assert all(filling.last is not None and filling.bucket in run.engine.buckets for filling in run.fillings)
+    slots = [slot for filling in run.fillings for slot in filling.bucket.slots]
+    assert all(slot.parameter.grad is slot.sharded_gradient for slot in slots)
+
+
+@on_shared_ranks
 def test_gradients_that_wait_for_their_learned_bucket_count_as_a_buffer_of_the_pool(rank, world_size):
     torch.manual_seed(0)
     run = Run(Layers(), 2)
