@@ -258,7 +258,7 @@ class GatheredMemory(ParameterMemory):
         if not self.is_readable:
             hide_values(parameter)
 
-    def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def point_at(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Makes a parameter appear in another dtype while not gathered."""
         show_values(parameter)
         parameter.data = self._absent.to(dtype).expand(parameter.shape)

@@ -200,7 +200,7 @@ _NORMS = frozenset(
 )
 
 
-class RowGradient(Guarded):
+class NormGuard(Guarded):
     """Guards a shard's reduced gradient in `optimizer.param_groups`: computing its norm raises."""
 
     __slots__ = ()
@@ -229,7 +229,7 @@ class RowGradient(Guarded):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-_NORM_REFUSED = Guard(RowGradient)
+_NORM_REFUSED = Guard(NormGuard)
 
 refuse_norms = _NORM_REFUSED.guard
 """Guards gradients against norms."""

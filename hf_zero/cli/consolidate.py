@@ -24,8 +24,8 @@ def consolidate(
     """Writes a checkpoint's model as a folder for from_pretrained, one tensor at a time."""
     import torch
 
+    from ..integrations.progress_bars import progress_of
     from ..integrations.run_facts import carry_run
-    from ..integrations.state_io import progress_of
     from ..integrations.weights import consolidate as consolidate_weights
     from ..integrations.weights import folder_findings
 

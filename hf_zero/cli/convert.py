@@ -19,7 +19,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Converts a DeepSpeed or FSDP checkpoint, with optimizer state, to one of hf_zero. Executes nothing from the source."""
-    from ..integrations.state_io import progress_of
+    from ..integrations.progress_bars import progress_of
 
     with said_plainly(), progress_of(f"converting {source.name}") as show:
         origin = extra("foreign", "convert")(source, out, config_folder=config, optimizer=optimizer, on_progress=show)

@@ -59,12 +59,12 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 def _reached(folder: Path) -> dict[str, Any]:
     """Reads a Trainer's progress from its own file."""
-    from ..checkpoint.structure import STATE_NAME
+    from ..checkpoint.run_log import STATE_NAME
 
     path = folder / STATE_NAME
     if not path.is_file():
         return {}
-    from ..checkpoint.structure import log_history
+    from ..checkpoint.run_log import log_history
 
     # A folder from the Hub may contain a link to any file on this machine.
     refuse_links(folder, [path])

@@ -25,7 +25,7 @@ def push(
     import torch
     from huggingface_hub import HfApi
 
-    from ..integrations.state_io import progress_of
+    from ..integrations.progress_bars import progress_of
 
     with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
         try:

@@ -18,8 +18,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Verifies checksums, names and shapes, and that each element is stored once. Exits with 1 on a fault."""
+    from ..integrations.progress_bars import progress_of
     from ..integrations.saved_weights import is_checkpoint_of_ours
-    from ..integrations.state_io import progress_of
     from ..integrations.weights import accept_folder, folder_findings
 
     with said_plainly():

@@ -1,10 +1,9 @@
-"""Builds the parts of an engine, once all ranks agree on the model, the optimizers and the config, and state has room."""
+"""Builds the parts of an engine, once all ranks agree on the model, the optimizers and the config."""
 
 import hashlib
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,21 +15,19 @@ from ..arithmetic.flat import give_up_triton, runs_triton, uses_kernels
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales
-from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
+from ..buckets.precision import wanted_dtype
 from ..comm.all_or_none import Exchange, all_or_none, first_difference
-from ..comm.groups import Groups, RankGroup, with_time_limits
+from ..comm.groups import Groups, with_time_limits
 from ..comm.transport import Transport
-from ..config import AUTO, ConfigError, OffloadConfig, OuterConfig, ZeroConfig
-from ..device import available_host_bytes, free_bytes, ranks_on_this_host, with_index
+from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ..device import with_index
 from ..extras import extra
 from ..offload.activations import ActivationsInHostMemory
 from ..offload.choice import Placement, choose_tiers
-from ..offload.files import free_disk_bytes
-from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
-from ..optimizer.bucket_state import tier_bytes_needed
-from ..optimizer.holder import StateHolder, StepChoice
+from ..optimizer.bucket_state import Placeholders
+from ..optimizer.holder import StateHolder, StepChoice, StepTiming
 from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
@@ -56,21 +53,9 @@ from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_param
 from .exact_weights import ExactWeights
 from .models import models_in
 from .parameter_places import ParameterPlaces
+from .room import Elsewhere, bytes_elsewhere, refuse_unless_it_fits, reshards_after_forward, speculate_bytes
 from .split_model import CopyChecks, Mesh, SplitModel
 from .wire import Wire, choose_wire
-
-# ---- The tier's part in building an engine: room for the state, and its holder ----
-
-_ROOM_TO_KEEP_WHOLE = 4
-"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """Bytes that a rank keeps off the training device."""
-
-    host: int
-    disk: int
 
 
 def choose_holder(
@@ -102,118 +87,16 @@ def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> 
     return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
 
 
-def bytes_elsewhere(
-    model: nn.Module,
-    config: ZeroConfig,
+def _choose_timing(
+    offload: OffloadConfig,
     tier: Tier,
-    parameter_tier: ParameterTier,
-    owner: Mapping[nn.Parameter, tuple[int, int]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    mesh: Mesh,
-) -> Elsewhere:
-    """Counts bytes that `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
-    offload, host, disk = config.offload, 0, 0
-
-    def shards_of(parameter: nn.Parameter) -> int:
-        return mesh.group_of(parameter).groups.shard_size
-
-    def share(parameters: Iterable[nn.Parameter]) -> int:
-        sizes = Counter[int]()
-        for p in parameters:
-            sizes[shards_of(p)] += p.numel() * _itemsize(config, p)
-        return sum(size // shards for shards, size in sizes.items())
-
-    if offload.moves_state:
-        on_disk = offload.optimizer == "nvme"
-        moved = tier_bytes_needed(
-            owner,
-            optimizers,
-            lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
-            shards_of,
-            with_gradients=not on_disk,
-            in_blocks=config.quantises_moments,
-        )
-        # At least: whole buckets move. Anchors of outer steps lie beside masters.
-        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
-        host, disk = (0, moved) if on_disk else (moved, 0)
-    if offload.moves_params:
-        # What lies in host memory already leaves its place there.
-        there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
-        moved = max(0, share(model.parameters()) - there)
-        host, disk = (host, disk + moved) if offload.params == "nvme" else (host + moved, disk)
-        if offload.params == "nvme" and offload.moves_state:
-            # An fp32 parameter is its own master, in its file, which both counts above have.
-            equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
-            once = share(equal)
-            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
-    return Elsewhere(host=host, disk=disk)
-
-
-def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
-    """Counts elements of an outer step's anchor and momentum on each of the ranks `among`, which hold the same shard."""
-    return -(-shard_numel // among.size) * (2 if outer.momentum else 1)
-
-
-def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:
-    """Counts bytes of outer steps' state on a rank."""
-    if groups.outer is None:
-        return 0
-    masters = sum(p.numel() * resolve_precision(config, wanted_dtype(p)).master.itemsize for p in trained)
-    return anchor_numel(masters // groups.shard_size, groups.outer, config.comm.outer)
-
-
-def _is_in_memory(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and not is_loaded(parameter)
-
-
-def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
-    dtype = wanted_dtype(parameter)
-    return (resolve_precision(config, dtype).kept if parameter.requires_grad else dtype).itemsize
-
-
-def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:
-    """Raises on every rank if memory or disk cannot hold the state that `offload` moves there.
-
-    Collective where something is moved.
-
-    Raises:
-        MemoryError: host memory. OSError: the disk.
-    """
-    offload, ranks = config.offload, ranks_on_this_host()
-    if not (offload.moves_state or offload.moves_params):
-        return
-    wanted = {name: getattr(offload, name) for name in ("optimizer", "params")}
-    kinds = {
-        tier: " with ".join(f"offload.{n}: {t}" for n, t in wanted.items() if t == tier) for tier in ("cpu", "nvme")
-    }
-
-    def measure() -> None:
-        if kinds["cpu"]:
-            fault = host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
-            if fault is not None:
-                raise MemoryError(fault)
-        if kinds["nvme"]:
-            free = free_disk_bytes(offload.files_folder)
-            fault = disk_fault(needed.disk, free, ranks, str(offload.nvme_path), kinds["nvme"])
-            if fault is not None:
-                raise OSError(fault)
-
-    all_or_none(
-        transport.exchange,
-        measure,
-        expected=(MemoryError, OSError),
-        tell=lambda error: (MemoryError if isinstance(error, MemoryError) else OSError, str(error)),
-        error=lambda _, kind_and_reason: kind_and_reason[0](kind_and_reason[1]),
-    )
-
-
-def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:
-    """Whether a layer is dropped after its forward. `auto` keeps layers that take little free memory. Collective then."""
-    if config.reshard_after_forward != AUTO:
-        return config.reshard_after_forward
-    whole = sum(p.nbytes for p in model.parameters())
-    # One answer for all ranks, by the least free memory: a rank that gathers in backward needs all others there.
-    return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))
+    placeholders: Placeholders,
+    needed: Elsewhere,
+) -> StepTiming:
+    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
+    if not most_bytes:
+        return StepTiming()
+    return extra("early", "Early")(tier, tier.files, placeholders, most_bytes=most_bytes)
 
 
 # What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.
@@ -298,9 +181,6 @@ def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transpo
     if groups.is_first_of_run:
         print(f"hf_zero: {what}; torch's operations do what kernels would. {remedy}.", file=sys.stderr, flush=True)
     return replace(config, kernels="never") if config.kernels == AUTO else config
-
-
-# ---- Builds the parts of an engine from a model, its optimizers and the config ----
 
 
 @dataclass(frozen=True, kw_only=True)

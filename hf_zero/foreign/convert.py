@@ -18,7 +18,8 @@ from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER
 from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.state import EngineState
 from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
-from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, plain_settings, refuse_other_state
+from ..integrations.group_settings import plain_settings
+from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 from ..layout.intervals import Interval
 from .dcp import DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint, step_folder_of

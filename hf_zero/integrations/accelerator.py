@@ -22,43 +22,29 @@ from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines
 from ..engine.compiled import is_compiled
-from ..engine.engine import ZeroEngine, keep_state, take_up_state
+from ..engine.engine import ZeroEngine
+from ..engine.kept_state import keep_state, take_up_state
 from ..extras import extra, is_installed
 from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..presence.error_hook import naming_lost_ranks
 from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
-from .accelerator_parts import (
-    add_no_sync,
-    cut_sequences,
-    folder_to_fill,
-    numbered_states,
-    refuse_other_loops,
-    refuse_other_split,
-    refuse_step_without_engine,
-    refuse_training_alone,
-    refuse_unless_state,
-    seat_scaler,
-    split_models_aside,
-    tell_of_skipped_steps,
-    unscale,
-)
 from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
 from .elastic import warn_of_scaled_schedule
 from .environment import RunRecord, refuse_earlier_accelerator
+from .loss_scaler import seat_scaler, unscale
+from .no_sync import add_no_sync
+from .progress_bars import progress_of
+from .resume_message import say_resumed
+from .same_loops import refuse_other_loops
 from .signals import LoopStop, StopSignals, follow_loader, follow_signals, may_stop
-from .state_io import (
-    ZERO_FOLDER,
-    load_engine,
-    progress_of,
-    refuse_faults,
-    say_resumed,
-    seal_state,
-    steps_of,
-    write_state,
-)
+from .skipped_steps import tell_of_skipped_steps
+from .split_models import cut_sequences, refuse_other_split, split_models_aside
+from .state_folder import folder_to_fill, numbered_states, refuse_unless_state
+from .state_io import ZERO_FOLDER, load_engine, refuse_faults, seal_state, steps_of, write_state
 from .uneven_inputs import JoinedRanks, joined_ranks
+from .without_engine import refuse_step_without_engine, refuse_training_alone
 
 logger = get_logger(__name__)
 

@@ -23,9 +23,9 @@ from ..checkpoint.files import in_one_line
 from ..comm.groups import keeps_launch_order
 from ..config import ConfigError, ZeroConfig
 from ..device import available_host_bytes, in_units
-from ..engine.assemble import anchor_numel
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
+from ..engine.room import anchor_numel
 from ..extras import extra
 from ..forecast.fit import FORECAST_ERROR
 from ..forecast.peak import AtStart, Forecast

@@ -13,7 +13,8 @@ from accelerate.logging import get_logger
 from ..checkpoint.commit import put_back
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import POSITION_NAME, Findings, agreed, findings_in, read_position
+from ..checkpoint.run_log import POSITION_NAME, read_position
+from ..checkpoint.structure import Findings, agreed, findings_in
 from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
 

@@ -36,7 +36,8 @@ from .saved_weights import (
     unloaded,
     weight_files,
 )
-from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, saved_tensors_of
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER
+from .weight_rows import saved_tensors_of
 
 # ---- A pretrained model whose weights stay in their files until the model is prepared ----
 

@@ -17,7 +17,6 @@ from ..config.zero import changed
 from ..hooks.guards import mix_in
 from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
-from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
 from .environment import (
     RunRecord,
@@ -29,6 +28,7 @@ from .environment import (
     trainer_in_callers,
 )
 from .launcher import CONFIG_VARIABLE
+from .split_models import mesh_of_batches
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,20 +16,13 @@ from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, hel
 from ..checkpoint.files import CheckpointError, Progress, read_fault, read_mapping, shown
 from ..checkpoint.manifest import Manifest, row_file
 from ..checkpoint.reader import load_tensors
-from ..checkpoint.structure import (
-    STATE_NAME,
-    Candidate,
-    agreed,
-    find_good,
-    findings_in,
-    in_words,
-    newest_first,
-    read_position,
-)
+from ..checkpoint.run_log import STATE_NAME, read_position
+from ..checkpoint.structure import Candidate, agreed, find_good, findings_in, in_words, newest_first
 from ..comm.all_or_none import exchange_between_ranks
 from ..hooks.replaced import replaced
 from .elastic import trap_of_agents_store
-from .state_io import ZERO_FOLDER, progress_of
+from .progress_bars import progress_of
+from .state_io import ZERO_FOLDER
 
 # ---- Faults of the files read by transformers and torch when a Trainer resumes, in addition to weights and optimizer state
 # ----

@@ -15,16 +15,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoint.files import read_mapping, refuse_links, replace_file
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import (
-    RUN_FIELDS,
-    RUN_NAME,
-    STATE_NAME,
-    is_finite,
-    is_foreign,
-    is_step,
-    read_history,
-    read_run,
-)
+from ..checkpoint.run_log import RUN_FIELDS, RUN_NAME, STATE_NAME, is_finite, is_step, read_history, read_run
+from ..checkpoint.structure import is_foreign
 from ..checkpoint.writer import versions_of
 from ..config.zero import changed
 from ..hooks.weak import engine_attached_to

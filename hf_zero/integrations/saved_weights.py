@@ -33,7 +33,9 @@ from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, refuse_mixed_parts, tensors_by_saved_name
+from .progress_bars import progress_bar
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, refuse_mixed_parts
+from .weight_rows import tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -371,7 +371,7 @@ SEAMS = (
     Seam(
         owner="transformers:Trainer",
         names=("_init_training_state", "_train_batch_size"),
-        where=("integrations/trainer", "integrations/trainer_parts"),
+        where=("integrations/trainer", "integrations/rows_of_a_step"),
         why="A run resumed on a different number of ranks uses different micro-batches, and continues from its data position.",
         test="test_resume.py::test_a_restart_on_fewer_ranks_takes_the_rows_that_come_next_in_steps_of_the_same_size",
     ),

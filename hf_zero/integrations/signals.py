@@ -25,9 +25,9 @@ from ..config.zero import CheckpointConfig
 from ..engine.engine import ZeroEngine
 from ..hooks.guards import mix_in
 from ..hooks.weak import WeakHook
-from .accelerator_parts import numbered_states
 from .environment import trainer_in_callers
 from .save_clock import SAVE_DUE, TIME_UP, SaveClock
+from .state_folder import numbered_states
 
 if TYPE_CHECKING:
     # Mixed into data loaders at run time; the type checker treats their methods as inherited.

@@ -1,26 +1,22 @@
 """Saves and loads engine state as checkpoints, in Trainer and accelerate."""
 
-import json
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from ..buckets.rows import KindsOf, Read
 from ..checkpoint.commit import Disk, on_all_ranks, seal
-from ..checkpoint.files import CheckpointError, shown
-from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, SaveIdentity, new_save, refuse_other_save
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.manifest import Manifest, SaveIdentity, new_save, refuse_other_save
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import STATE_NAME, agreed, findings_in
-from ..checkpoint.writer import Piece, Row, dtype_name, plan_rows, write_pieces
+from ..checkpoint.structure import agreed, findings_in
+from ..checkpoint.writer import Piece, Row, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
@@ -29,250 +25,11 @@ from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_names
 from ..step.sharded_optimizer import SHARD_MARK
+from .group_settings import _plain, plain_settings, restore_settings, same_groups, tell_apart
+from .progress_bars import progress_bar, progress_of
+from .weight_rows import weight_rows
 
 AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
-
-# ---- Progress bars for slow work: on the main rank, on a terminal, and unless progress bars are disabled ----
-
-_PATIENCE_S = 1.0
-"""Shorter work shows no bar."""
-_EVERY_S = 0.1
-"""Time between two updates of a bar."""
-
-
-@contextmanager
-def progress_bar(
-    what: str, nbytes: int | None = None, *, is_main: bool, done_bytes: int = 0
-) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the bytes of each finished part. The bar disappears when the work ends.
-
-    Args:
-        what: the work, in words.
-        nbytes: total bytes; None if unknown.
-        is_main: whether this rank shows the bar.
-        done_bytes: bytes finished before.
-    """
-    with _bar(what, nbytes, is_main=is_main, done_bytes=done_bytes) as bar:
-        yield bar.update
-
-
-@contextmanager
-def progress_of(what: str, *, is_main: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with finished and total bytes. The bar starts again if the finished bytes decrease."""
-    with ExitStack() as stack:
-        bar: Any = None
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            nonlocal bar
-            if bar is None or done_bytes < bar.n:
-                stack.close()
-                bar = stack.enter_context(_bar(what, total_bytes, is_main=is_main))
-            bar.update(done_bytes - bar.n)
-
-        yield show
-
-
-def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -> Any:
-    # Imported here because the Hub's client is slow to import.
-    from huggingface_hub.utils import tqdm
-
-    return tqdm(
-        desc=f"hf_zero: {shown(what)}",
-        total=nbytes,
-        initial=done_bytes,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        delay=_PATIENCE_S,
-        mininterval=_EVERY_S,
-        # None shows the bar only on a terminal.
-        disable=None if is_main and _are_wanted() else True,
-    )
-
-
-def _are_wanted() -> bool:
-    """Whether transformers' progress bars are enabled. The Hub's tqdm follows its own switch."""
-    logging = sys.modules.get("transformers.utils.logging")
-    return logging is None or logging.is_progress_bar_enabled()
-
-
-# ---- A model's tensors under their names in a checkpoint ----
-
-
-def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
-    found: dict[str, torch.Tensor] = {}
-    # Include duplicates, because `state_dict` contains a module used twice, and a tied parameter, under each name.
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in [*module._parameters.items(), *kept.items()]:
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
-
-
-def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's tensors by their names in a checkpoint; only the adapters for a model with adapters."""
-    tensors = saved_tensors_of(model)
-    # Imported here because transformers is slow to import.
-    from transformers.utils import is_peft_available
-
-    if not is_peft_available():
-        return tensors
-    from peft import PeftModel, get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
-
-
-# ---- The weights of a split model as shards in a checkpoint: each rank writes its part, without a gather ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsPlan:
-    """A rank's part of the model to write: pieces of laid-out files, or shards for its own file in `zero/`.
-
-    Attributes:
-        weights: the tensors composed of all ranks' shards, by `save_pretrained`'s names; {} without shards.
-    """
-
-    pieces: Sequence[Piece] = ()
-    rows: Sequence[Row] = ()
-    weights: Mapping[str, SavedWeight] = field(default_factory=dict)
-
-
-def weight_rows(engine: ZeroEngine) -> WeightsPlan:
-    """Returns this rank's shards of the model under the model's own names, tied weights once. Collective."""
-    with engine.sharded.gathered.lend_names():
-        # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
-        tensors = saved_tensors_of(engine.model)
-        weights = {
-            name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
-            for name, tensor in _each_once(tensors).items()
-        }
-    name_of = {id(tensor): name for name, tensor in _each_once(tensors).items()}
-    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
-    rows: list[Row] = [
-        (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values)
-        for own in engine.state.own_weights()
-        if id(own.parameter) in name_of
-    ]
-    for name, tensor in _each_once(tensors).items():
-        # Buffers are equal on all ranks, so rank 0 writes them.
-        writes = (
-            engine.state.writes(name, tensor)
-            if isinstance(tensor, torch.nn.Parameter)
-            else engine.world_groups.rank == 0
-        )
-        if id(tensor) not in bucketed and writes:
-            rows.append((WEIGHTS, name, Interval(0, tensor.numel()), values_to_save(tensor)))
-    return WeightsPlan(rows=rows, weights=weights)
-
-
-def values_to_save(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor outside of all buckets, flat: a parameter's own values, or a copy of a buffer's values."""
-    flat = tensor.detach().reshape(-1)
-    # The forward of the next micro-batch may change a buffer, before the save copies values at the optimizer's step.
-    return flat if isinstance(tensor, nn.Parameter) else flat.clone()
-
-
-def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # Reversed, so the first of several names is assigned last and stays.
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
-
-
-# ---- An optimizer group's settings to JSON values and back ----
-
-_OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
-"""Settings added to the groups of any optimizer by schedulers and steps."""
-
-
-def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
-    """Returns a setting only the saved optimizer has and one only this run's has; None if both may be the same optimizer.
-
-    Additional settings on one side only are accepted, because releases add settings and scripts store their own in groups.
-    """
-    there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
-    return (min(there - here), min(here - there)) if there - here and here - there else None
-
-
-def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restores saved group settings (learning rate, betas, …). Lists become tuples if the group has tuples.
-
-    Raises:
-        CheckpointError: a setting's type does not fit the group's, for example a string instead of a number.
-    """
-    for key, value in saved.items():
-        current = group.get(key)
-        if not _is_alike(value, current):
-            raise CheckpointError(
-                f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
-                "here. It is damaged or of another optimizer; resume from another checkpoint."
-            )
-        group[key] = _restored(value, current)
-
-
-def _restored(value: Any, current: Any) -> Any:
-    """Converts a saved setting to the form of the group's current value: tensor, number type, tuple or list."""
-    if isinstance(current, torch.Tensor) and value is not None:
-        # Fill the existing tensor, because a captured or compiled step refers to this object.
-        return current.fill_(value)
-    if isinstance(current, np.generic) and value is not None:
-        return type(current)(value)
-    if isinstance(current, tuple) and value is not None:
-        return tuple(map(_restored, value, current))
-    if isinstance(current, list) and value is not None:
-        return list(map(_restored, value, current))
-    return value
-
-
-def _is_alike(value: Any, current: Any) -> bool:
-    """Whether a saved setting can replace the group's. None on either side fits anything."""
-    if value is None or current is None:
-        return True
-    if isinstance(current, np.generic):
-        current = current.item()
-    # Check bool before numbers, because a bool is an int, and a saved 0.9 would be accepted for a switch.
-    if isinstance(current, bool | str) or torch.is_tensor(current):
-        kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
-        return isinstance(value, kind) or torch.is_tensor(value)
-    # A float may have become an int and vice versa. JSON integers have any size, but optimizers count in 64 bits.
-    if isinstance(current, int | float):
-        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) or torch.is_tensor(value)
-    if isinstance(current, tuple | list):
-        return isinstance(value, tuple | list) and len(value) == len(current) and all(map(_is_alike, value, current))
-    return True
-
-
-def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings, except its parameters, as JSON values.
-
-    Raises:
-        CheckpointError: a setting is not a JSON value, for example a function or a tensor of several numbers.
-    """
-    return {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _plain(value: Any, key: str) -> Any:
-    # A learning rate may be a one-element tensor or a numpy number, which JSON does not support.
-    if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
-        value = value.item()
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(each, key) for each in value]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _plain(each, key) for name, each in value.items()}
-    what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
-    raise CheckpointError(
-        f"hf_zero: the optimizer's setting {key!r} is a {what}, which cannot be saved; allowed: numbers, strings, booleans, "
-        "None, and lists and dicts of these. Keep it outside of `param_groups` and `state_dict()`, or train without checkpoints."
-    )
-
-
-def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> bool:
-    """Whether the saved groups contain the same parameters as `names`."""
-    return [set(group["parameters"]) for group in saved] == [set(group) for group in names]
 
 
 # ---- Loads master weights and optimizer state into an engine, from a checkpoint of any format ----
@@ -603,39 +360,6 @@ def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path
             f"{', '.join(here) or 'none'}. Resume with the same optimizer, or start afresh from the saved model."
         )
     return saved
-
-
-# ---- The message of a resumed run: folder, step and origin ----
-
-
-def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = None) -> None:
-    """Prints the message to stderr, on rank 0 only.
-
-    Args:
-        engine: the engine.
-        folder: the checkpoint's folder.
-        origin: the checkpoint's writer, such as "plain Trainer"; None for hf_zero.
-    """
-    if engine.world_groups.rank != 0:
-        return
-    manifest = Manifest.read(Path(folder) / ZERO_FOLDER) if origin is None else None
-    if manifest is not None:
-        origin = _by(manifest.world_size, manifest.stage)
-    here = _by(engine.world_groups.world_size, engine.config.stage)
-    at = _progress(Path(folder), manifest)
-    print(f"hf_zero: resumed from {folder}{at}, saved by {origin}; going on with {here}.", file=sys.stderr, flush=True)
-
-
-def _by(ranks: int, stage: int) -> str:
-    return f"{ranks} rank{'s' if ranks > 1 else ''} at stage {stage}"
-
-
-def _progress(folder: Path, manifest: Manifest | None) -> str:
-    """Returns Trainer's step, or the optimizer's step count, if there is one."""
-    if (folder / STATE_NAME).is_file():
-        return f" at step {shown(json.loads((folder / STATE_NAME).read_text(encoding='utf-8'))['global_step'])}"
-    steps = 0 if manifest is None else steps_of(folder)
-    return f" after {steps} optimizer steps" if steps else ""
 
 
 def steps_of(folder: Path) -> int:

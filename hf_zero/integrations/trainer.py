@@ -36,28 +36,24 @@ from ..hooks.weak import engine_attached_to
 from ..presence.error_hook import naming_lost_ranks
 from ..stage3.sharded_model import computing_in
 from .accelerator import ZeroAcceleratorMixin
-from .accelerator_parts import refuse_other_arguments
+from .damaged_files import named_when_damaged, named_when_of_another_model
+from .evaluators import evaluators_on_all_ranks
+from .frozen_base import refuse_other_base
 from .gathered import gathered
+from .halved_batches import ignores_num_items, pass_of, whole_logits
 from .init import init, load_weights_into
 from .model_parallel import as_if_whole
+from .plain_optimizers import open_plain
 from .resume import alone_in_output_dir, checkpoint_to_resume
+from .resume_message import say_resumed
+from .rows_of_a_step import RowsOfAStep
 from .run_facts import write_run
+from .same_loops import refuse_other_arguments
 from .saved_weights import has_row_weights, is_checkpoint_of_ours, leave_in_checkpoint
 from .signals import TrainerStop, begin_in_trainer, evaluation_is_owed
-from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
-from .trainer_parts import (
-    RowsOfAStep,
-    StepFigures,
-    evaluators_on_all_ranks,
-    ignores_num_items,
-    named_when_damaged,
-    named_when_of_another_model,
-    open_plain,
-    pass_of,
-    refuse_other_base,
-    told_to_trackers,
-    whole_logits,
-)
+from .state_io import ZERO_FOLDER, load_state, open_own
+from .step_figures import StepFigures
+from .tracker_settings import told_to_trackers
 from .trainer_saves import CheckpointSaver, save_state_of
 
 if TYPE_CHECKING:

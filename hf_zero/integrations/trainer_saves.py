@@ -38,24 +38,16 @@ from ..layout.intervals import Interval
 from ..presence.arrivals import CommunicationError
 from ..presence.store_exchange import StoreExchange
 from .elastic import DataPosition
+from .frozen_base import FrozenBase
 from .model_parallel import as_if_whole
+from .progress_bars import progress_bar
 from .resume import disks_apart, share_output_dir
 from .run_facts import write_run
 from .save_clock import SaveClock
 from .signals import TrainerStop
-from .state_io import (
-    ZERO_FOLDER,
-    WeightsPlan,
-    plan_state,
-    progress_bar,
-    saved_tensors_of,
-    seal_state,
-    state_bytes,
-    values_to_save,
-    weight_rows,
-    write_state,
-)
-from .trainer_parts import FrozenBase, StepFigures
+from .state_io import ZERO_FOLDER, plan_state, seal_state, state_bytes, write_state
+from .step_figures import StepFigures
+from .weight_rows import WeightsPlan, saved_tensors_of, values_to_save, weight_rows
 
 # ---- Model files written by all ranks at once, laid out by transformers ----
 #

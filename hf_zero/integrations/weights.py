@@ -25,12 +25,10 @@ from ..checkpoint.files import (
     untold,
 )
 from ..checkpoint.reader import dtype_named
+from ..checkpoint.run_log import POSITION_NAME, RUN_NAME, STATE_NAME
 from ..checkpoint.structure import (
     LOG_NAME,
     PAGE_NAME,
-    POSITION_NAME,
-    RUN_NAME,
-    STATE_NAME,
     Findings,
     accept_edits,
     described_faults,

@@ -123,7 +123,7 @@ class BucketSteps:
         """Returns the id of the hook among the optimizer's hooks."""
         return self._hook.id
 
-    def come_last(self) -> None:
+    def reregister(self) -> None:
         """Moves the hook after hooks registered since."""
         self._hook.remove()
         self._hook = self._register()

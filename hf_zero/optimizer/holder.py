@@ -161,7 +161,7 @@ class StateHolder:
 
     def before_forward(self) -> None:
         for steps in self._steps:
-            steps.come_last()
+            steps.reregister()
 
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no other hook runs between the steps of an optimizer's buckets and its own step."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from ..checkpoint.structure import is_finite
+from ..checkpoint.run_log import is_finite
 from .run_files import Line, RunLines
 
 # ---- Numbers with units, in a form that is easy to read ----

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import CheckpointError, no_folder, open_in_place, read_mapping, shown
-from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
+from ..checkpoint.run_log import STATE_NAME, is_finite, is_number, is_step
+from ..checkpoint.structure import LOG_NAME
 from ..config.checks import SpeltError
 
 # ---- The log of a run: one JSON object per line, only appended, so that the log survives a crash ----

@@ -7,7 +7,8 @@ from statistics import median
 from typing import Any
 
 from ..checkpoint import files
-from ..checkpoint.structure import LOG_NAME, is_finite
+from ..checkpoint.run_log import is_finite
+from ..checkpoint.structure import LOG_NAME
 from .curves import (
     Bar,
     Bars,

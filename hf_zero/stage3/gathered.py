@@ -392,7 +392,7 @@ class GatheredParameters:
         ]
         try:
             for unit, slot in absent:
-                unit.memories[slot.bucket].hang_absent(slot.parameter, slot.bucket.precision.kept)
+                unit.memories[slot.bucket].point_at(slot.parameter, slot.bucket.precision.kept)
             with nullcontext() if self.is_lent else self._lending({}):
                 yield
         finally:

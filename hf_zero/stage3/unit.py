@@ -122,7 +122,7 @@ class Unit:
         """UNSHARDED → SHARDED: copies a forward's edits into the shard, then frees everything but the shard.
 
         Args:
-            keeps: leaves the parameters whole on this rank, until they are gathered again or `let_go` is called.
+            keeps: leaves the parameters whole on this rank, until they are gathered again or `free` is called.
 
         Raises:
             RuntimeError: an edit cannot be copied into the shard.
@@ -141,9 +141,9 @@ class Unit:
                 memory.stay()
                 memory.set_all_data(bucket.parameters, bucket.views)
         else:
-            self.let_go()
+            self.free()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """SHARDED: frees the parameters kept by `reshard`."""
         for memory in self.memories.values():
             memory.drop()

@@ -409,7 +409,7 @@ class Unsharding:
         self._drop(self._in_order(self._not_sharded))
         for unit in kept:
             if unit.is_sharded:
-                unit.let_go()
+                unit.free()
 
     def _refuse_unseen_edits(self) -> None:
         refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])

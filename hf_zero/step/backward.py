@@ -35,7 +35,7 @@ _FIRST_PASSES, _MOST_PASSES = 2, 64
 """Passes that must fill a bucket in the same order before one hook handles it: at first, and at most."""
 
 
-def never_asked() -> int:
+def no_signal() -> int:
     """Returns 0: no signal asks this rank to stop, because nobody listens for signals."""
     return 0
 
@@ -218,7 +218,7 @@ class Gradients:
         self.starts.start_up_to = WeakMethod(self, Gradients.start_up_to)
         store.places = {bucket: place for place, bucket in enumerate(self._buckets)}
         self.reducing = True
-        self.stop_asked = never_asked
+        self.stop_asked = no_signal
         self.stop_agreed = 0
         self._settings = settings
         self._digest = b""

@@ -28,7 +28,7 @@ _FORM, _GRAD = attrgetter("dtype", "layout"), attrgetter("grad")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Landing:
+class GradientTarget:
     """The receivers of reduced gradients.
 
     Attributes:
@@ -58,7 +58,7 @@ class GradientStore(ABC):
         steps: starts the steps of reductions with several steps, between groups of ranks; None if there are none.
     """
 
-    def __init__(self, reduction: Reduction, landing: Landing):
+    def __init__(self, reduction: Reduction, landing: GradientTarget):
         self._reduction = reduction
         self._landing = landing
         # Flat gradient buffers being filled, (numel,) of the reduce dtype.

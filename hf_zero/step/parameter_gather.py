@@ -32,7 +32,7 @@ _FRAMES_TO_ZERO_GRAD = 8
 """Maximum number of stack frames searched for zero_grad, which calls through `parameters` and `_named_members`."""
 
 
-class ArrivingValues(Guarded):
+class GatheringParameter(Guarded):
     """The class of parameters with a running all-gather: a reader waits for the bucket."""
 
     __slots__ = ()
@@ -57,11 +57,11 @@ class ArrivingValues(Guarded):
         return self.__reduce_ex__(protocol)
 
 
-_ARRIVING = Guard(ArrivingValues)
+_ARRIVING = Guard(GatheringParameter)
 
 
 def _wait_for(value: Any) -> None:
-    if not isinstance(value, ArrivingValues):
+    if not isinstance(value, GatheringParameter):
         return
     parameter = cast(nn.Parameter, value)
     engine = engine_attached_to(parameter)
@@ -71,7 +71,7 @@ def _wait_for(value: Any) -> None:
     _ARRIVING.unguard((parameter,))
 
 
-class _HandedOut(dict):
+class _WaitingParameters(dict):
     """A module's `_parameters` while some are in flight. Each access to a parameter waits for its gather.
 
     Attributes:
@@ -161,7 +161,7 @@ class ParameterGather:
             attributes, modules = self._attributes_of[started], self._shared_of[started]
             owns = list(map(PARAMETERS_IN, attributes))
             if {dict}.issuperset(map(type, owns)):
-                handed_out = list(map(_HandedOut, owns))
+                handed_out = list(map(_WaitingParameters, owns))
                 set_all(handed_out, "own", owns)
                 put_parameters(attributes, handed_out)
             else:
@@ -170,7 +170,7 @@ class ParameterGather:
                 # Bypasses `nn.Module.__getattr__`, for speed. Stage 3's dicts handle reads themselves.
                 own: Any = module.__dict__["_parameters"]
                 if type(own) is dict:
-                    module.__dict__["_parameters"] = guarded = _HandedOut(own)
+                    module.__dict__["_parameters"] = guarded = _WaitingParameters(own)
                     guarded.own = own
 
     def finish_of(self, parameter: nn.Parameter) -> None:
@@ -190,7 +190,7 @@ class ParameterGather:
         _ARRIVING.unguard(bucket.parameters)
         attributes, modules = self._attributes_of[bucket], self._shared_of[bucket]
         handed_out: list[Any] = list(map(PARAMETERS_IN, attributes))
-        if {_HandedOut}.issuperset(map(type, handed_out)):
+        if {_WaitingParameters}.issuperset(map(type, handed_out)):
             owns = list(map(_OWN, handed_out))
             # As below.
             deque(map(dict.clear, owns), maxlen=0)
@@ -200,7 +200,7 @@ class ParameterGather:
             modules = self._modules_of[bucket]
         for module in modules:
             guarded: Any = module.__dict__["_parameters"]
-            if type(guarded) is _HandedOut and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):
+            if type(guarded) is _WaitingParameters and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):
                 own = guarded.own
                 # Include entries that were set or deleted during the gather.
                 own.clear()

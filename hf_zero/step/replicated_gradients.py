@@ -12,7 +12,7 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
-from .gradient_store import GradientStore, Landing, add_or_set, new_buffer
+from .gradient_store import GradientStore, GradientTarget, add_or_set, new_buffer
 from .reductions import Reduction
 
 
@@ -26,7 +26,7 @@ class ReplicatedGradients(GradientStore):
     the next forward needs memory for activations.
     """
 
-    def __init__(self, reduction: Reduction, landing: Landing):
+    def __init__(self, reduction: Reduction, landing: GradientTarget):
         super().__init__(reduction, landing)
         self._lasting: dict[Bucket, torch.Tensor] = {}
         # Reduced gradients in the master dtype, if the reduce dtype is different.

@@ -18,7 +18,7 @@ from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
 from .buffer_pool import BufferPool
-from .gradient_store import _GRAD, GradientStore, Landing, add_or_set
+from .gradient_store import _GRAD, GradientStore, GradientTarget, add_or_set
 from .reductions import Reduction
 from .replicated_gradients import ReplicatedGradients
 
@@ -48,7 +48,7 @@ class ShardedGradients(GradientStore):
     def __init__(
         self,
         reduction: Reduction,
-        landing: Landing,
+        landing: GradientTarget,
         pool: BufferPool,
         buffers: Literal["pooled", "accumulated", "lasting"],
     ):
@@ -325,7 +325,7 @@ class ShardedGradients(GradientStore):
 
 
 def choose_store(
-    buckets: Sequence[Bucket], config: ZeroConfig, reduction: Reduction, landing: Landing
+    buckets: Sequence[Bucket], config: ZeroConfig, reduction: Reduction, landing: GradientTarget
 ) -> GradientStore:
     """Returns the store for the config's stage."""
     if all(bucket.rows_are_parameters for bucket in buckets):

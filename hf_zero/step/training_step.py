@@ -39,8 +39,8 @@ from ..layout import gradient_buffers
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
 from ..stage3.unit import Unit
-from .backward import Gradients, never_asked
-from .gradient_store import GradientStore, Landing
+from .backward import Gradients, no_signal
+from .gradient_store import GradientStore, GradientTarget
 from .row_writes import RowWrites
 from .sharded_gradients import choose_store
 from .sharded_optimizer import ShardedOptimizer, identity_of
@@ -149,7 +149,7 @@ class TrainingStep:
         # them. On the CPU, gradients are not copied.
         copies = parts.tier.is_apart and parts.tier.device.type != "cpu"
         most = gradient_buffers.GRAD_BUFFERS if copies else None
-        landing = Landing(
+        landing = GradientTarget(
             d2h=parts.tier.d2h,
             most_under_way=most,
             goes_on=lambda: self.is_accumulating,
@@ -589,7 +589,7 @@ class TrainingStep:
         steps, one more message is sent.
         """
         mesh, gradients = self._parts.mesh, self.gradients
-        if gradients.stop_asked is never_asked or mesh.dp.groups.world_size == mesh.world_groups.world_size:
+        if gradients.stop_asked is no_signal or mesh.dp.groups.world_size == mesh.world_groups.world_size:
             return gradients.stop_agreed
         if self._waits_for_outer_step:
             return 0

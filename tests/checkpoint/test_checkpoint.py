@@ -35,7 +35,8 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks, row_faults
 from hf_zero.checkpoint.writer import RowsOfRanks, plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
+from hf_zero.integrations.group_settings import plain_settings, restore_settings
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.buckets import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval

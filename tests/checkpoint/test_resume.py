@@ -27,10 +27,10 @@ from transformers import Trainer, TrainerState
 
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
 from hf_zero.checkpoint.commit import Disk, begin, commit
-from hf_zero.integrations import state_io
+from hf_zero.integrations import progress_bars
 from hf_zero.integrations.elastic import DataPosition, trap_of_agents_store
+from hf_zero.integrations.progress_bars import progress_bar
 from hf_zero.integrations.resume import state_faults
-from hf_zero.integrations.state_io import progress_bar
 
 pytestmark = pytest.mark.timeout(300)
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -379,7 +379,7 @@ class Terminal(io.StringIO):
 def said_by(rank: int, world_size: int, jobs: list[tuple], is_terminal: bool = True) -> list[str]:
     """What each of these Trainer runs prints to stderr: door, folder, the checkpoint to resume from, and arguments."""
     as_launched(rank, world_size)
-    state_io._PATIENCE_S = 0.0
+    progress_bars._PATIENCE_S = 0.0
     said = []
     for door, folder, resume, overrides in jobs:
         sys.stderr = Terminal() if is_terminal else io.StringIO()
@@ -466,7 +466,7 @@ def test_the_log_has_a_saves_stall_once_and_nothing_of_what_one_rank_does_not_se
 def saved_and_loaded(rank: int, world_size: int, folder: str) -> str:
     """What save_state and load_state of a loop print to stderr."""
     as_launched(rank, world_size)
-    state_io._PATIENCE_S = 0.0
+    progress_bars._PATIENCE_S = 0.0
     accelerator = make_accelerator("plugin 2", cpu=True)
     model = gpt2()
     model, optimizer = accelerator.prepare(model, adamw_in_two_groups(model))
@@ -494,7 +494,7 @@ def test_a_loops_state_is_saved_and_loaded_with_bars_and_says_what_is_resumed(tm
 
 
 def test_a_bar_is_for_the_main_rank_and_a_terminal_alone(monkeypatch):
-    monkeypatch.setattr(state_io, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress_bars, "_PATIENCE_S", 0.0)
 
     def shown(file: io.StringIO, *, is_main: bool) -> str:
         monkeypatch.setattr(sys, "stderr", file)

@@ -25,8 +25,8 @@ from hf_zero import ZeroEngine
 from hf_zero.checkpoint.files import CHUNK_BYTES, faults_of
 from hf_zero.cli.consolidate import consolidate
 from hf_zero.cli.verify import verify
-from hf_zero.integrations import state_io
-from hf_zero.integrations.state_io import progress_of
+from hf_zero.integrations import progress_bars
+from hf_zero.integrations.progress_bars import progress_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,8 +61,8 @@ def terminal() -> Iterator[Callable[[], str]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(state_io, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(state_io, "_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_bars, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress_bars, "_EVERY_S", 0.0)
 
 
 def saves(rank: int, world_size: int, folder: str) -> None:
@@ -107,7 +107,7 @@ def test_both_libraries_switches_turn_bars_off(off, on, checkpoint):
 
 
 def built(rank: int, world_size: int) -> str:
-    state_io._PATIENCE_S = state_io._EVERY_S = 0.0
+    progress_bars._PATIENCE_S = progress_bars._EVERY_S = 0.0
     as_launched(rank, world_size)
     with terminal() as said:
         accelerator = make_accelerator("plugin stage=3", cpu=True)
@@ -123,7 +123,7 @@ def test_the_first_build_shows_its_bar_on_the_main_rank():
 
 
 def resumed(rank: int, world_size: int, folder: str) -> str:
-    state_io._PATIENCE_S = state_io._EVERY_S = 0.0
+    progress_bars._PATIENCE_S = progress_bars._EVERY_S = 0.0
     as_launched(rank, world_size)
     with terminal() as said:
         make_trainer("flag 3", "bert", folder, max_steps=3, disable_tqdm=False).train(resume_from_checkpoint=True)

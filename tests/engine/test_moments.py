@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_zero import ZeroConfig
 from hf_zero.checkpoint.writer import LivePieces, Piece, lay_out, write_all
 from hf_zero.config import ConfigError
-from hf_zero.engine import assemble
+from hf_zero.engine import room
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.state_io import load_engine
@@ -608,7 +608,7 @@ def test_files_hold_and_move_two_bytes_an_element(tmp_path):
 
 def test_the_forecast_of_the_disk_is_a_quarter_too(monkeypatch, tmp_path):
     numel = sum(p.numel() for p in gpt().parameters())
-    monkeypatch.setattr(assemble, "free_disk_bytes", lambda _: int(2.2 * numel))
+    monkeypatch.setattr(room, "free_disk_bytes", lambda _: int(2.2 * numel))
     prepared(on(files(tmp_path)))
     with pytest.raises(OSError, match="too little"):
         prepared(on(files(tmp_path), moments="32bit"))

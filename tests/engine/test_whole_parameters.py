@@ -21,8 +21,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.state_rows import put_state_back
 from hf_zero.integrations.announce import announce
+from hf_zero.integrations.plain_optimizers import open_plain
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
-from hf_zero.integrations.trainer_parts import open_plain
 from hf_zero.optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from hf_zero.optimizer.trial import UpdateScope
 

@@ -42,8 +42,8 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.foreign import dcp
 from hf_zero.foreign.convert import load_foreign_weights, open_foreign, open_saved_by_others
 from hf_zero.foreign.pickles import load_dcp_metadata
+from hf_zero.integrations.plain_optimizers import open_plain
 from hf_zero.integrations.state_io import load_state
-from hf_zero.integrations.trainer_parts import open_plain
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)

@@ -27,7 +27,7 @@ from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.reader import mapped_tensors
 from hf_zero.config import ConfigError
 from hf_zero.device import allocate, ask_for
-from hf_zero.engine import assemble
+from hf_zero.engine import room
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.layout.intervals import Interval
@@ -302,7 +302,7 @@ def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(assemble, "free_disk_bytes", lambda _: 1000)
+    monkeypatch.setattr(room, "free_disk_bytes", lambda _: 1000)
     with pytest.raises(OSError, match=r"needs .* GiB below .* \(\d+ bytes\) too little"):
         built(nvme(tmp_path))
 

@@ -277,7 +277,7 @@ def test_too_little_host_memory_or_disk_is_refused_with_the_setting(monkeypatch,
         model = hf_zero_model(tmp_path / "pretrained")
     with pytest.raises(MemoryError, match=r"`offload.params: cpu` needs .* of host memory for each of 1 ranks"):
         ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], moved("cpu", "none", tmp_path))
-    monkeypatch.setattr("hf_zero.engine.assemble.free_disk_bytes", lambda _: 1000)
+    monkeypatch.setattr("hf_zero.engine.room.free_disk_bytes", lambda _: 1000)
     with pytest.raises(OSError, match=r"`offload.params: nvme` needs .* GiB below .* too little"):
         built(moved("nvme", "none", tmp_path))
 

@@ -18,7 +18,16 @@ PLACES = (
     *(
         f"integrations/{name}.py"
         for name in (
-            *("plugin", "accelerator", "accelerator_parts", "announce", "arguments", "environment", "trainer"),
+            *("plugin", "accelerator", "announce", "arguments", "environment", "trainer"),
+            *(
+                "loss_scaler",
+                "no_sync",
+                "same_loops",
+                "skipped_steps",
+                "split_models",
+                "state_folder",
+                "without_engine",
+            ),
             *("uneven_inputs", "unmodified"),
         )
     ),

@@ -1,0 +1,68 @@
+"""Optimizer state that outlives its engine, if a script prepares its optimizers again."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..layout.intervals import Interval
+from ..step.sharded_optimizer import RowStates, ShardedOptimizer
+from .engine import ZeroEngine
+
+# Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.
+
+_KEPT = "_hf_zero_kept_state"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The state of an optimizer's rows when its engine was closed.
+
+    Attributes:
+        places: which elements of each parameter this rank had.
+        states: {} where they lay in files, which went with the engine.
+        is_lost: there were some in files.
+    """
+
+    places: dict[nn.Parameter, Interval]
+    states: RowStates
+    is_lost: bool
+
+
+def keep_state(engine: ZeroEngine) -> None:
+    """Keeps the state that `engine.close()` drops, for `take_up_state`."""
+    for sharded in engine.optimizers:
+        in_files = sharded.is_in_files
+        # On every rank, also one without a row: taking it up is collective.
+        sharded.optimizer.__dict__[_KEPT] = _Kept(
+            places=sharded.places(),
+            states={} if in_files else sharded.row_states(),
+            is_lost=in_files and bool(sharded.optimizer.state),
+        )
+
+
+def take_up_state(engine: ZeroEngine) -> None:
+    """Restores the state of `keep_state` to the engine's optimizers, unless they have other state. Collective then.
+
+    Raises:
+        ValueError: on every rank, when the state of one is lost or does not fit; the engine is closed.
+    """
+    for sharded in engine.optimizers:
+        kept: _Kept | None = sharded.optimizer.__dict__.pop(_KEPT, None)
+        # `kept` is None on all ranks or on none: a rank that passed the exchange by would leave the others waiting in it.
+        if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
+            continue
+        fault = "lay in files" if kept.is_lost else None
+        if kept.states and kept.places != sharded.places():
+            fault = "is cut over the ranks otherwise than it would be now"
+        faults = [each for each in engine.world.exchange(fault) if each is not None]
+        if faults:
+            engine.close()
+            raise ValueError(_cannot_go_on(sharded, faults[0]))
+        sharded.put_row_states(kept.states)
+
+
+def _cannot_go_on(sharded: ShardedOptimizer, why: str) -> str:
+    return (
+        f"hf_zero: {type(sharded.optimizer).__name__} has trained this model before, another optimizer has since, and its state "
+        f"{why}. Train with a new optimizer (a new Trainer has one), which may go on from a checkpoint."
+    )
