@@ -187,7 +187,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "stage3", "buckets/packed", "integrations/state_io"),
+        where=("engine", "stage3", "buckets/packed", "integrations/weight_rows"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is a waiting dict until a gather has "
         "ended.",
         test="test_gradients.py",
@@ -203,7 +203,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
-        where=("integrations/trainer_saves", "integrations/state_io", "engine/buffers"),
+        where=("integrations/trainer_saves", "integrations/weight_rows", "engine/buffers"),
         why="Whether a module saves its parameters unchanged or computes the saved tensors, and whether buffers are saved.",
         test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
     ),
