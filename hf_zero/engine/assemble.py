@@ -26,8 +26,7 @@ from ..offload.activations import ActivationsInHostMemory
 from ..offload.choice import Placement, choose_tiers
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
-from ..optimizer.bucket_state import Placeholders
-from ..optimizer.holder import StateHolder, StepChoice, StepTiming
+from ..optimizer.holder import StateHolder, StepChoice
 from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
@@ -53,7 +52,7 @@ from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_param
 from .exact_weights import ExactWeights
 from .models import models_in
 from .parameter_places import ParameterPlaces
-from .room import Elsewhere, bytes_elsewhere, refuse_unless_it_fits, reshards_after_forward, speculate_bytes
+from .room import bytes_elsewhere, refuse_unless_it_fits, reshards_after_forward
 from .split_model import CopyChecks, Mesh, SplitModel
 from .wire import Wire, choose_wire
 
@@ -85,18 +84,6 @@ def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> 
         return StepChoice()
     # A function: each look at the gradients leaves another tensor in `found_inf`.
     return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
-
-
-def _choose_timing(
-    offload: OffloadConfig,
-    tier: Tier,
-    placeholders: Placeholders,
-    needed: Elsewhere,
-) -> StepTiming:
-    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    if not most_bytes:
-        return StepTiming()
-    return extra("early", "Early")(tier, tier.files, placeholders, most_bytes=most_bytes)
 
 
 # What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.

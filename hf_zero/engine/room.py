@@ -11,9 +11,8 @@ from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, RankGroup
 from ..comm.transport import Transport
-from ..config import AUTO, OffloadConfig, OuterConfig, ZeroConfig
+from ..config import AUTO, OuterConfig, ZeroConfig
 from ..device import available_host_bytes, free_bytes, ranks_on_this_host
-from ..extras import is_installed
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
@@ -31,23 +30,6 @@ class Elsewhere:
 
     host: int
     disk: int
-
-
-def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
-    """Returns the bytes for copies of early steps on this rank, in host memory, or on disk beside files."""
-    if isinstance(config.speculate_bytes, int):
-        return config.speculate_bytes
-    if device.type == "cpu" or not is_installed("early"):
-        # On the host, a step during backward would take the cores that backward runs on.
-        return 0
-    if config.optimizer == "cpu" and config.params == "nvme":
-        # Copies would be in both kinds of memory, and the room in one does not say what the other may take.
-        return 0
-    in_files = config.optimizer == "nvme"
-    free, taken = (
-        (free_disk_bytes(config.files_folder), needed.disk) if in_files else (available_host_bytes(), needed.host)
-    )
-    return max(0, free // ranks_on_this_host() - taken) // 2
 
 
 def bytes_elsewhere(
