@@ -137,9 +137,12 @@ CELLS = {
         "triplets",
     ),
     "MarginMSE": Cell("bi", _of("MarginMSELoss"), "scored triplets"),
-    # The loss depends only on differences of embeddings, in which the last bias cancels.
+    # This loss, and BatchAllTriplet, depend only on differences of embeddings, in which the last bias cancels.
     "Triplet": Cell("bi", _of("TripletLoss"), "triplets", without_gradient="layer.1.output.LayerNorm.bias"),
-    "BatchAllTriplet": Cell("bi", _of("BatchAllTripletLoss"), "classes", "by hand", _INSIDE),
+    "BatchAllTriplet": Cell(
+        *("bi", _of("BatchAllTripletLoss"), "classes", "by hand", _INSIDE),
+        without_gradient="layer.1.output.LayerNorm.bias",
+    ),
     "CoSENT": Cell("bi", _of("CoSENTLoss"), "scored pairs"),
     "CosineSimilarity": Cell("bi", _of("CosineSimilarityLoss"), "scored pairs"),
     "ContrastiveTension": Cell("bi", _of("ContrastiveTensionLoss"), "binary pairs", "by hand", _OWN),

@@ -393,11 +393,18 @@ def encoders(record: Record) -> dict[str, str]:
         of_ranks = [row for row in rows[cell["cell"]] if row["ranks"] == ranks]
         if any(row["error"] for row in of_ranks):
             return "an error"
-        return format(max(row[name] for row in of_ranks), ".0e").replace("0e+00", "0") if of_ranks else None
+        if not of_ranks:
+            return None
+        measured = sorted({str(row["stage"]) for row in of_ranks})
+        only = "" if measured == stages_of[ranks] else f" (stage {', '.join(measured)})"
+        return format(max(row[name] for row in of_ranks), ".0e").replace("0e+00", "0") + only
 
     columns: list[tuple[Any, ...]] = [("loss", "cell"), ("model", "kind"), ("reference", "reference")]
-    for ranks in sorted({row["ranks"] for row in record["rows"]}):
-        stages = sorted({str(row["stage"]) for row in record["rows"] if row["ranks"] == ranks})
+    stages_of = {
+        ranks: sorted({str(row["stage"]) for row in record["rows"] if row["ranks"] == ranks})
+        for ranks in sorted({row["ranks"] for row in record["rows"]})
+    }
+    for ranks, stages in stages_of.items():
         columns += [
             (
                 f"{ranks} ranks, stage {', '.join(stages)}: losses",
