@@ -489,6 +489,7 @@ def test_a_search_trains_the_trials_of_ddp_in_one_launch(door, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("door", ["flag 2", "callback 1", "callback 2", "callback 3", "files"])
 def test_fifty_trials_leave_nothing_behind(door, tmp_path):
     pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
