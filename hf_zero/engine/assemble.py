@@ -65,10 +65,10 @@ def choose_holder(
     *,
     nonfinite: NonFiniteCheck,
 ) -> StateHolder:
-    """Chooses the holder of optimizer state in this tier, and the way of its steps.
+    """Chooses the holder of optimizer state in this tier, and how it is stepped.
 
     Args:
-        nonfinite: what looks at the gradients before a step.
+        nonfinite: checks the gradients before a step.
     """
     places = Places(config, tier, optimizers)
     return StateHolder(
@@ -82,16 +82,16 @@ def choose_holder(
 def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> StepChoice:
     if not uses_kernels(config.kernels, tier.device):
         return StepChoice()
-    # A function: each look at the gradients leaves another tensor in `found_inf`.
+    # A function, because each check of the gradients sets a new tensor as `found_inf`.
     return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
 
 
-# What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.
+# The agreements at the start: all ranks train the same model with the same settings, and all use kernels or none does.
 
 _START = "start of an engine"
 
 FILES_ATTRIBUTE = "_hf_zero_files"
-"""Of a model whose weights still lie in files: what these are, in words."""
+"""Attribute of a model whose weights are still in files: a description of the files."""
 
 
 def describe(
@@ -99,18 +99,18 @@ def describe(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
 ) -> dict[str, str]:
-    """Everything on which the ranks must agree: subject → value, in words."""
+    """Returns everything on which the ranks must agree, as a dict from subject to a readable value."""
     facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
     files = [each.__dict__.get(FILES_ATTRIBUTE, "none") for each in models_in(model)]
     facts["files of the weights"] = ", ".join(files)
     named_parameters = list(model.named_parameters())
     ignored = ignored_parameters(model)
-    # Left to each rank, they may differ in shape and dtype, too.
+    # Parameters left to each rank may differ even in shape and dtype.
     facts["parameters that DDP would ignore"] = repr([name for name, p in named_parameters if p in ignored])
     for name, p in ((name, p) for name, p in named_parameters if p not in ignored):
         held = "trained" if p.requires_grad else "frozen"
         facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
-    # A hash in place of all names: the error for ranks that differ shows the value, and a model has thousands of names.
+    # A hash instead of all names, because an error shows the value, and a model has thousands of names.
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
@@ -124,9 +124,9 @@ def describe(
 
 
 def _module_settings(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Lists the numbers that modules compute with: those of torch's own (eps, p), and of others the dropout probabilities.
+    """Yields settings of modules: all float attributes of torch's modules (eps, p), and dropout probabilities of other modules.
 
-    Others may hold anything else, such as a time or this rank's number.
+    Other float attributes of other modules may differ between ranks, for example a time.
     """
     for name, module in model.named_modules():
         is_of_torch = type(module).__module__.startswith("torch.nn.")
@@ -136,7 +136,7 @@ def _module_settings(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def refuse_disagreement(facts: dict[str, str], exchange: Exchange) -> None:
-    """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
+    """Raises `ValueError` on every rank if the facts differ, with the first difference from rank 0. Collective."""
     difference = first_difference(exchange, facts)
     if difference is not None:
         raise ValueError(
@@ -146,12 +146,12 @@ def refuse_disagreement(facts: dict[str, str], exchange: Exchange) -> None:
 
 
 def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device) -> ZeroConfig:
-    """`kernels: never` where a rank cannot launch any. Collective.
+    """Returns the config with `kernels: never` if any rank cannot launch kernels. Collective.
 
-    Kernels round sums in another order than torch, so all ranks follow.
+    Kernels add in a different order than torch, so all ranks must use them, or none.
 
     Raises:
-        ConfigError: with `kernels: always`.
+        ConfigError: some rank cannot launch kernels, and the config has `kernels: always`.
     """
     faults = transport.exchange(extra("kernels", "launch_fault")(device) if runs_triton(device) else None)
     found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
@@ -175,18 +175,18 @@ class Parts:
     """The parts of an engine.
 
     Attributes:
-        config: with a value for each `auto` that is tried before training.
-        device: that the model is trained on, with its index.
-        all_buckets: of trained and of frozen parameters, in the order of their numbers.
-        buckets: those of trained parameters.
-        slot_of: every trained parameter's place in its bucket.
-        row_of: this rank's part of a trained parameter, for those that it has any of.
-        scopes: of each optimizer, whether its parameters are cut, and the reason.
-        copies: None, unless the model is split over ranks.
-        model_buffers: those of each model; none if each rank keeps its own.
-        activations: None where they stay on the device.
+        config: the config, in which each `auto` that is tried before training has a value.
+        device: the training device, with its index.
+        all_buckets: the buckets of trained and frozen parameters, by their index.
+        buckets: the buckets of trained parameters.
+        slot_of: the slot of every trained parameter in its bucket.
+        row_of: this rank's row of each trained parameter with elements on this rank.
+        scopes: for each optimizer, whether its parameters may be cut, and the reason.
+        copies: checks of the model's copies; None unless the model is split over ranks.
+        model_buffers: the broadcast buffers of each model; empty if each rank keeps its own.
+        activations: None if activations stay on the device.
         replicas: None unless `check_replicas_every` is set.
-        outer: `SyncedEvery` of the extra `wire`; None where all ranks take each step together.
+        outer: `SyncedEvery` of the extra `wire`; None if all ranks run each step together.
     """
 
     config: ZeroConfig
@@ -221,13 +221,14 @@ def assemble(
     device: torch.device | None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Parts:
-    """Moves a model into buckets, and makes the parts that train it. Collective.
+    """Moves a model into buckets, and builds the parts of its engine. Collective.
 
     Args:
-        device, on_progress: see `ZeroEngine`.
+        device: see `ZeroEngine`.
+        on_progress: see `ZeroEngine`.
 
     Raises:
-        ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
+        ValueError, ConfigError, MemoryError, OSError: the model cannot be trained with these settings. Raised on every rank.
     """
     if config.is_open:
         raise ConfigError(
@@ -242,13 +243,13 @@ def assemble(
     check_parameters(model, config)
     refuse_shared_storage(model)
     refuse_renormed_embeddings(model, config)
-    # Behind the refusals: from here on the model's DTensors are plain parameters, and an error has to put them back.
+    # After the checks, because `SplitModel` replaces the model's DTensors by plain parameters, and an error must restore them.
     split = SplitModel(model, optimizers)
     try:
         refuse_beside_split(model, split, config, optimizers)
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
-        # The script may try again: it must find its own parameters.
+        # Restore the script's parameters, because the script may catch the error and try again.
         take_out_scales(model)
         split.restore()
         raise
@@ -268,25 +269,25 @@ def _assemble(
     config = replace(config, comm=with_time_limits(config.comm, device.type))
     mesh = Mesh.create(split, config, device)
     all_groups, transport, world = mesh.dp.all_groups, mesh.dp.all_transport, mesh.world
-    # Before anything moves: ranks that differ would wait for each other in their first collective, without a word.
-    # Over all ranks the settings alone: ranks with another part of a split model have parameters of other shapes.
+    # Before anything moves, because different ranks would hang in their first collective without an error.
+    # All ranks compare only settings, because parts of a split model have different shapes.
     if not split.is_empty:
         refuse_disagreement({"config": facts["config"]}, partial(world.exchange, purpose=_START))
     refuse_disagreement(facts, partial(transport.exchange, purpose=_START))
-    # All ranks or none: kernels round sums in another order than torch.
+    # All ranks use kernels or none does, because kernels add in a different order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)
     if home is not None or config.stage == 3:
         place_buffers(model, device)
     broadcast_buffers(model, transport, device)
     tier, parameter_tier = _choose_tiers(config.offload, device, world)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
-    # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
+    # Before the first bucket, because afterwards parts of the model have moved, and the script could not continue.
     refuse_unless_it_fits(config, needed, world)
     nonfinite = NonFiniteCheck(model, config, mesh.agreement, mesh.dp.transport, speaks=all_groups.is_first_of_run)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
-    # Before the division, which deals out parameters only: otherwise the scales would stay whole on each rank.
+    # Before the division, which handles only parameters. Otherwise the scales would stay whole on each rank.
     if shards_parameters(config, all_groups):
         add_scales(model)
     division = Division(model, owner, optimizers, config, all_groups, device=device, align=wire.align, split=kinds)
@@ -332,7 +333,7 @@ def _assemble(
         outer=None
         if all_groups.outer is None
         else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
-        # Of the ranks that step together: with `comm.sync_every` each group has buffers of its own until the outer step.
+        # Among the ranks that step together, because with `comm.sync_every` each group has its own buffers until the outer step.
         model_buffers={
             each: ModelBuffers(each, mesh.dp.transport, device)
             for each in models_in(model)
@@ -375,7 +376,7 @@ def _replica_check(
 def _choose_norm(
     mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks | None
 ) -> GradientNorm:
-    # With experts apart all ranks agree, and of those that hold the same gradient one counts it.
+    # If experts are split over more ranks, the norm is over all ranks, and only one rank counts each gradient.
     is_among_all = bool(mesh.split.experts)
 
     def counts(row: Row) -> bool:
@@ -388,8 +389,8 @@ def _choose_norm(
 def _adopting(
     model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
 ) -> Callable[[Bucket], None]:
-    """Gives each bucket to `holder`, and tells how much of the model is in buckets."""
-    # As they are before: at stage 3 they have no memory afterwards.
+    """Returns a function that passes each bucket to `holder`, and reports the progress."""
+    # Sizes before the move, because parameters have no memory afterwards at stage 3.
     nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
     total, done = sum(nbytes_of.values()), 0
 
@@ -403,7 +404,7 @@ def _adopting(
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are in no bucket: every rank has them whole, and alike."""
+    """Returns the parameters in no bucket, which are whole and equal on every rank."""
     held = {slot.parameter for bucket in all_buckets for slot in bucket.slots} | ignored_parameters(model)
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
 

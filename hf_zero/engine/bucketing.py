@@ -1,4 +1,4 @@
-"""Refuses models that an engine would train wrongly, deals parameters into units and buckets, and builds the buckets."""
+"""Refuses unsupported models, divides parameters into units and buckets, and builds the buckets."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ from .models import Models, is_outside, named_models_in
 from .split_model import Mesh, SplitModel
 from .wire import Wire
 
-# ---- Refuses models, settings and optimizers that an engine would train wrongly, before anything is moved ----
+# ---- Refuses unsupported models, settings and optimizers, before anything is moved ----
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP averages its gradients",
@@ -57,10 +57,10 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def refuse_other_engines(model: nn.Module) -> None:
-    """Raises `ConfigError` for a model that another engine has wrapped or sharded, whole or in part."""
+    """Raises `ConfigError` if another engine has wrapped or sharded the model or a part of it."""
     for name, module in model.named_modules():
-        # By names of classes: an import of the other engines takes long, and they may not be installed. By `__mro__`:
-        # `fully_shard` gives each module a class of its own, of which `FSDPModule` is a base.
+        # Compare names of classes, because imports of the other engines are slow, and they may not be installed. Search the
+        # `__mro__`, because `fully_shard` gives each module a new class with `FSDPModule` as a base.
         kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
         if kinds:
             what = repr(name) if name else "the model"
@@ -71,10 +71,10 @@ def refuse_other_engines(model: nn.Module) -> None:
 
 
 def refuse_second_engine(model: nn.Module) -> None:
-    """Raises `ValueError` for a model of which a live `ZeroEngine` has parameters in its buckets."""
+    """Raises `ValueError` if parameters of the model are in the buckets of a live `ZeroEngine`."""
     for name, parameter in model.named_parameters():
         engine = engine_attached_to(parameter)
-        # A frozen parameter that the other engine leaves whole may be in both models: no bucket has the parameter.
+        # Both models may share a frozen parameter that the other engine leaves whole, because it is in no bucket.
         if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
             raise ValueError(
                 f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. "
@@ -86,7 +86,7 @@ def refuse_second_engine(model: nn.Module) -> None:
 def refuse_beside_split(
     model: nn.Module, split: SplitModel, config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raises `ConfigError` for settings and optimizers that need whole parameters where a rank has a part of them."""
+    """Raises `ConfigError` for settings and optimizers that do not work with a split model."""
     if split.is_empty:
         return
     if isinstance(model, Models):
@@ -116,7 +116,7 @@ def refuse_beside_split(
 
 
 def _refuse_beside_experts(config: ZeroConfig) -> None:
-    """The same where experts are split over more ranks than compute a batch together."""
+    """The same for experts that are split over more ranks than compute a batch together."""
     apart = "experts are split over more ranks than the rest of the model (ep_size above tp_size), and have groups of their own"
     if config.comm.shard_group_size != AUTO:
         raise ConfigError(
@@ -131,10 +131,10 @@ def _refuse_beside_experts(config: ZeroConfig) -> None:
 
 
 def refuse_renormed_embeddings(model: nn.Module, config: ZeroConfig) -> None:
-    """Raises `ValueError` for an embedding with `max_norm` whose weight the ranks would share the state of.
+    """Raises `ValueError` for an embedding with `max_norm` whose weight or optimizer state is sharded.
 
-    Its forward scales, in place, the rows of the tokens that this rank has seen. Under DDP, whose copies are never compared, each
-    rank goes on with weights of its own.
+    Its forward scales the embeddings of this rank's tokens in place, so weights differ between ranks. DDP does not compare its
+    replicas, so each rank continues with different weights.
     """
     if config.stage == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -163,9 +163,9 @@ class _Extent(NamedTuple):
 
 
 def refuse_shared_storage(model: nn.Module) -> None:
-    """Raises `ValueError` for a trained parameter, some of whose elements are also those of another parameter or of a buffer.
+    """Raises `ValueError` if a trained parameter shares elements with another parameter or with a buffer.
 
-    One Parameter that several modules have is one tensor, and is trained as such.
+    One Parameter object in several modules is allowed.
     """
     found = {id(tensor): (name, tensor) for name, tensor in (*model.named_buffers(), *model.named_parameters())}
     for one, other in _overlapping(found.values()):
@@ -178,17 +178,17 @@ def refuse_shared_storage(model: nn.Module) -> None:
 
 
 def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Extent, _Extent]]:
-    """Pairs of tensors whose extents overlap."""
+    """Yields pairs of tensors whose extents overlap."""
     before: list[_Extent] = []
     for extent in sorted((_extent(name, tensor) for name, tensor in named if _has_memory(tensor)), key=lambda e: e[:3]):
-        # In order of address: an extent overlaps only those that began earlier and have not ended yet.
+        # Sorted by address, so an extent overlaps only earlier ones that have not ended yet.
         before = [other for other in before if other.device == extent.device and extent.begin < other.end]
         yield from ((other, extent) for other in before)
         before.append(extent)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    # Of other classes it is not known where their elements lie.
+    # The memory layout of other classes is unknown.
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
@@ -198,13 +198,13 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """How many elements lie from its first to its last."""
+    """Returns the number of elements from the first to the last, including gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether some do, of tensors whose extents overlap: columns of one matrix lie between each other."""
-    # Without gaps in both, what overlaps is shared. A tensor without any may still lie in a gap of the other.
+    """Whether tensors with overlapping extents share elements. For example, the columns of a matrix only interleave."""
+    # If both have no gaps, an overlap is shared. A tensor without gaps may still be in a gap of the other one.
     if _span(one) == one.numel() and _span(other) == other.numel():
         return True
     return bool(torch.isin(_addresses(one), _addresses(other)).any())
@@ -215,24 +215,24 @@ def _addresses(tensor: torch.Tensor) -> torch.Tensor:
     return places.reshape(-1) * tensor.element_size() + tensor.data_ptr()
 
 
-# ---- Chooses the modules that are units: unsharded before their forward, resharded after it ----
+# ---- Chooses the modules to unshard before their forward, and to reshard afterwards: the units ----
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""A container may be iterated and never called, so that its hooks would never run: what lies in it is looked at instead."""
+"""Containers may be iterated without a call, so their hooks would never run. Their children are considered instead."""
 
 _SMALLEST_SHARE = 64
-"""By size, a unit has at least this part of the model: below it, gathers cost more than memory is won."""
+"""A unit chosen by size has at least 1 / this number of the model's elements. Gathers of smaller units would not pay off."""
 
 
 def find_unit_modules(model: nn.Module, names: Sequence[str] | str) -> list[tuple[str, nn.Module]]:
-    """(name, module) of each unit in registration order, none inside another; may be empty.
+    """Returns (name, module) of each unit in registration order, without nested units; may be empty.
 
     Args:
-        names: class names, as in transformers' `_no_split_modules`; `auto` finds them: what the model names there, else
-            the repeated blocks of its ModuleLists and Sequentials, else its children of some size.
+        names: class names, as in transformers' `_no_split_modules`. `auto` uses the classes in the model's `_no_split_modules`,
+            or else repeated blocks of its ModuleLists and Sequentials, or else its children with a minimum size.
 
     Raises:
-        ConfigError: no module has a class that was named.
+        ConfigError: no module has one of the classes.
     """
     units = [
         (f"{prefix}.{name}" if prefix else name, module)
@@ -257,7 +257,7 @@ def _units_of(model: nn.Module, names: Sequence[str] | str) -> list[tuple[str, n
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
-    # Wrappers such as PEFT's do not repeat what the model inside them says.
+    # Search all modules, because wrappers such as PEFT's do not copy the attribute of the model inside.
     return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
 
 
@@ -265,7 +265,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
     repeated: set[str] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            # A block has children: else each Linear of a plain Sequential would be a unit of its own.
+            # A block has children. Otherwise each Linear of a plain Sequential would be a unit.
             blocks = [
                 child for child in module if not isinstance(child, _CONTAINERS) and any(True for _ in child.children())
             ]
@@ -277,7 +277,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
 def _of_classes(model: nn.Module, classes: set[str]) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        # The model itself, whose name is empty, is no unit: all parameters would be whole at a time.
+        # The model itself, with an empty name, is no unit, because all parameters would be whole at the same time.
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
         if name and not inside and type(module).__name__ in classes and _numel(module) > 0:
             found.append((name, module))
@@ -289,7 +289,7 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in model.named_children() if _numel(child) >= least]
     found: list[tuple[str, nn.Module]] = []
     for name, child in children:
-        # A compiled container is called: the layers inside would be gathered in the middle of a graph.
+        # A compiled container is called as a whole, so hooks of layers inside would run in the middle of a graph.
         if isinstance(child, _CONTAINERS) and not compiles_itself(child):
             found.extend((f"{name}.{inner}", module) for inner, module in _by_size(child))
         else:
@@ -304,11 +304,12 @@ def _numel(module: nn.Module) -> int:
 def group_layers(
     units: Sequence[tuple[str, nn.Module]], parameters_of: Mapping[str, Sequence[nn.Parameter]], least_bytes: int
 ) -> list[list[str]]:
-    """Names of the modules of each unit: layers of a class that follow one another in a list, until they have `least_bytes`.
+    """Joins consecutive layers of one class in a list into units of at least `least_bytes`; returns the names of each unit.
 
     Args:
         units: (name, module) of the layers, in registration order.
-        parameters_of: layer's name → what it would gather by itself.
+        parameters_of: maps a layer's name to the parameters that the layer alone would gather.
+        least_bytes: number of bytes from which on a unit gets no further layer.
     """
     groups: list[list[str]] = []
     place, gathered_bytes = None, 0
@@ -327,11 +328,11 @@ def group_layers(
 def own_parameters(
     model: nn.Module, units: Sequence[tuple[str, nn.Module]]
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Unit name → its (name, parameter) pairs, the root's under ""; a weight tied into another unit is the root's."""
+    """Maps unit names to (name, parameter) pairs, "" for the root, which also has weights tied between units."""
     owners: dict[nn.Parameter, set[str]] = {}
     for name, module in model.named_modules():
         unit = next((outer for outer, _ in units if name == outer or name.startswith(f"{outer}.")), "")
-        # By module: `named_parameters` has a tied weight under its first name only, and would hide the second unit.
+        # Search by module, because `named_parameters` yields a tied weight only once, which would hide the second unit.
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(unit)
     own: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *(name for name, _ in units))}
@@ -341,11 +342,11 @@ def own_parameters(
     return own
 
 
-# ---- Which parameters of a model share a bucket: by unit, dtype and optimizer group ----
+# ---- Divides parameters into buckets by unit, dtype and optimizer group ----
 
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
-    """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
+    """Raises `ValueError` or `ConfigError` for a model that cannot be trained or, at stage 3, sharded."""
     refuse_other_engines(model)
     refuse_second_engine(model)
     of_jit = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -395,10 +396,10 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
 def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
     """Returns (optimizer index, group index) of each trained parameter; (-1, -1) without an optimizer.
 
-    Without those that are left to each rank (`ignored_parameters`).
+    Excludes `ignored_parameters`.
 
     Raises:
-        ValueError: an optimizer wraps another; or two have the same parameter.
+        ValueError: an optimizer wraps another one, or two optimizers have the same parameter.
     """
     ignored = ignored_parameters(model)
     owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad and p not in ignored}
@@ -420,12 +421,12 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Parameters that share no bucket with those of other parts.
+    """Parameters that share no bucket with parameters of other parts.
 
     Attributes:
-        modules: names of the layers of a unit at stage 3; the root has none.
+        modules: names of a unit's layers at stage 3; empty for the root.
         parameters: (name, parameter) in registration order.
-        sharded: they are a unit of stage 3, of which a rank keeps its shard only.
+        sharded: whether the parameters are a unit of stage 3, of which a rank keeps only its shard.
     """
 
     modules: tuple[str, ...]
@@ -434,7 +435,7 @@ class Part:
 
 
 def shards_parameters(config: ZeroConfig, groups: Groups) -> bool:
-    """Whether a rank keeps a shard of the parameters: at stage 3, but for one rank that keeps them on the device."""
+    """Whether a rank keeps only a shard of the parameters: at stage 3, except for one rank without `offload.params`."""
     return config.stage == 3 and (groups.shard_size > 1 or config.offload.moves_params)
 
 
@@ -445,20 +446,21 @@ def parts_of(
     device: torch.device,
     unshared: Collection[nn.Parameter] = (),
 ) -> list[Part]:
-    """Lists the parts that go into buckets, in the order of their gradients: all but `ignored_parameters`.
+    """Lists the parts to be put into buckets, in the order of their gradients, without `ignored_parameters`.
 
-    Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
-    for each unit, frozen parameters too, the last layers first and the root last. Parameters outside of all models stay whole,
-    since no forward of a model gathers them, and are in a part that comes first.
-    On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
-    of all, does not wait for the embeddings'.
+    Below stage 3, and for one rank without `offload.params`, all trained parameters are one part. Otherwise each unit is a part,
+    including frozen parameters; the last layers are first and the root is last. Parameters outside of all models are the first
+    part. They stay whole, since no model's forward gathers them.
+
+    On an accelerator, the root's parameters after the layers (a head) precede the layers, so that their gradient, which may be
+    the largest, does not wait for the gradient of the embeddings.
 
     Args:
-        unshared: what no other rank has, and is not sharded: it is in a part behind that of its unit.
+        unshared: parameters that no other rank has, which are not sharded. They are in a separate part after their unit's part.
     """
     ignored = ignored_parameters(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
-    # These share no bucket with parameters of the model: a guide of a loss never gets a gradient, and would hold up the others.
+    # Not in buckets with parameters of the model, because a loss's guide model never gets a gradient, and would delay the others.
     outside = Part(modules=(), parameters=[(name, p) for name, p in trained if is_outside(name)], sharded=False)
     if not shards_parameters(config, groups):
         inside = [(name, p) for name, p in trained if not is_outside(name)]
@@ -478,7 +480,7 @@ def parts_of(
     parts = [outside]
     for names, held in [([], behind), *of_layers, ([], before)]:
         shared = [(n, p) for n, p in held if p not in unshared]
-        # Frozen ones are in no bucket: no other rank has them, and no step changes them.
+        # Frozen ones are in no bucket, because no other rank has them, and no step changes them.
         alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
         parts.append(Part(modules=tuple(names), parameters=shared, sharded=True))
         parts.append(Part(modules=(), parameters=alone, sharded=False))
@@ -486,20 +488,21 @@ def parts_of(
 
 
 def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
-    """Returns the root's parameters that are registered behind all layers."""
+    """Returns the root's parameters registered after all layers."""
     place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    # Without layers nothing lies behind them, and the root stays in one part.
+    # Without layers the result is empty, and the root stays one part.
     last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
     return [(name, parameter) for name, parameter in own[""] if place[name] > last]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKinds:
-    """The parameters of a split model; none of another.
+    """The split parameters of a model; empty if the model is not split.
 
     Attributes:
-        parts: of which a rank has a part.
-        experts: those that only `expert_shards` ranks share, and not all that take a step together.
+        parts: parameters of which a rank has only a part.
+        experts: parameters whose state only `expert_shards` ranks share, fewer than the ranks that step together.
+        expert_shards: number of ranks that share the state of experts.
     """
 
     parts: Collection[nn.Parameter] = ()
@@ -508,18 +511,18 @@ class SplitKinds:
 
 
 class Division:
-    """How a model is divided into buckets: none mixes dtypes, optimizers, groups, or frozen and trained parameters.
+    """The division of a model into buckets. No bucket mixes dtypes, optimizers, groups, or frozen and trained parameters.
 
-    It reads shapes and dtypes only, so that a model on the meta device is divided as one with values is.
+    Only shapes and dtypes are read, so a model on the meta device is divided in the same way.
 
     Args:
         owner: (optimizer, group) of each trained parameter.
-        device: that the model is trained on.
-        align: on which elements shards may begin.
+        device: the training device.
+        align: the alignment of shards.
 
     Attributes:
-        parts: in the order in which gradients arrive.
-        scopes: of each optimizer, what the update of an element depends on.
+        parts: the parts, in the order in which their gradients arrive.
+        scopes: for each optimizer, the values on which the update of an element depends.
     """
 
     def __init__(
@@ -536,12 +539,12 @@ class Division:
     ):
         self._split = split
         self._quantises = config.comm.quantises
-        # Experts of this rank alone need no gather. With `offload.params` they are a unit all the same: else they would stay
-        # on the device.
+        # Experts that are only on this rank need no gather. With `offload.params` they are a unit nevertheless. Otherwise they
+        # would stay on the device.
         is_alone = split.expert_shards == 1 and not config.offload.moves_params
         self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
         self._owner = owner
-        # Of each optimizer, whether its parameters must not be cut.
+        # For each optimizer, whether its parameters must not be cut.
         self.scopes = [find_scope(optimizer) for optimizer in optimizers]
         self._intact = [
             keeps_intact(optimizer, found, config, shards=groups.shard_size)
@@ -553,7 +556,7 @@ class Division:
         self._align = align.and_also(IN_BLOCKS) if config.quantises_moments else align
 
     def layouts_of(self, part: Part, first_index: int) -> tuple[BucketLayout, ...]:
-        """The layouts of a part's buckets, numbered from `first_index`."""
+        """Returns the layouts of a part's buckets, numbered from `first_index`."""
         return plan_buckets(
             [self._spec(name, parameter, sharded=part.sharded) for name, parameter in part.parameters],
             bucket_numel=self._sizes.layer_numel if part.modules else self._sizes.numel,
@@ -563,12 +566,12 @@ class Division:
         )
 
     def _spec(self, name: str, parameter: nn.Parameter, *, sharded: bool) -> ParameterSpec:
-        """Parameters of one key may share a bucket."""
+        """Returns a parameter's spec. Parameters with equal keys may share a bucket."""
         optimizer, group = self._owner.get(parameter, (-1, -1))
         gathered = self._gathered.of(parameter, sharded=sharded)
         is_expert = parameter in self._split.experts
         is_split = self._quantises and parameter in self._split.parts
-        # Of trained parameters only: frozen ones keep their dtype anyway, and a further key would cut them into more buckets.
+        # Only for trained parameters. Frozen ones keep their dtype anyway, and another key would divide them into more buckets.
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
             parameter.requires_grad,
@@ -594,17 +597,17 @@ def precision_of(
     adds_in_master: bool,
     apart: bool,
 ) -> Precision:
-    """The dtypes of a bucket.
+    """Returns the dtypes of a bucket.
 
     Args:
         weights: see `Precision`.
         adds_in_master: gradients are summed over the ranks in the master dtype.
-        apart: masters live elsewhere than parameters.
+        apart: masters are stored in different memory than parameters.
     """
     if not key.trained:
         return untrained_precision(key.dtype, key.gathered_dtype)
     if key.stays:
-        # What is float32 needs no rounding by chance.
+        # float32 parameters need no stochastic rounding.
         rounding = "nearest" if key.dtype == torch.float32 else config.rounding
         config = replace(config, param_dtype=AUTO, rounding=rounding)
     return resolve_precision(
@@ -621,11 +624,11 @@ class BucketBuilder:
 
     Attributes:
         mesh: the ranks that share parameters.
-        wire: how parameters and gradients travel.
-        device: that the model is trained on.
-        placement: of state in tiers.
-        parameter_tier: where shards of parameters live.
-        adopt: called with each bucket when it is built.
+        wire: how parameters and gradients are sent.
+        device: the training device.
+        placement: chooses the tier of each bucket's state.
+        parameter_tier: stores shards of parameters.
+        adopt: called with each new bucket.
     """
 
     config: ZeroConfig
@@ -637,14 +640,14 @@ class BucketBuilder:
     adopt: Callable[[Bucket], None]
 
     def build(self, model: nn.Module, division: Division) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
-        """All buckets, as they are numbered and reduced, and those of each unit by its modules. Collective.
+        """Returns all buckets, in the order of their reduction, and the buckets of each unit by its modules. Collective.
 
-        Parameters that are in none are on the device afterwards too, with rank 0's values unless a script has told DDP to
-        ignore them.
+        Afterwards, parameters in no bucket are also on the device, with rank 0's values unless the script has excluded them from
+        DDP.
         """
         built: list[Bucket] = []
         of_units: dict[tuple[str, ...], list[Bucket]] = {}
-        # One answer for all parts: gradients of parameters and of separate rows cannot wait for a step in the same way.
+        # One answer for all parts, because all buckets have the same gradient store.
         are_parameters = self._rows_are_parameters(p for part in division.parts for _, p in part.parameters)
         for part in division.parts:
             layouts = division.layouts_of(part, first_index=len(built))
@@ -659,7 +662,7 @@ class BucketBuilder:
             if parameter in ignored and name in names:
                 parameter.data = parameter.detach().to(self.device)
             elif parameter not in taken:
-                # The parameters in buckets have got rank 0's values as the buckets were built.
+                # Parameters in buckets already have rank 0's values.
                 self._start_alike(parameter)
             if parameter not in taken:
                 take_from_file(parameter, self.device)
@@ -670,7 +673,7 @@ class BucketBuilder:
         buckets = []
         for layout in layouts:
             parameters = [parameter_of[slot.name] for slot in layout.slots]
-            # Before the bucket takes the values: at stage 3 this rank keeps its part, and the rest of rank 0's values is gone.
+            # Before the bucket copies the values: at stage 3 this rank keeps only its part of rank 0's values.
             for parameter in parameters:
                 self._start_alike(parameter)
             key = cast(BucketKey, layout.key)
@@ -702,7 +705,7 @@ class BucketBuilder:
                 rows_are_parameters=are_parameters,
                 tier=tier,
             )
-            # At once: the state goes to its tier before the next bucket takes memory on the device.
+            # At once, so that the state moves to its tier before the next bucket allocates memory on the device.
             self.adopt(bucket)
             buckets.append(bucket)
         return buckets
@@ -711,7 +714,7 @@ class BucketBuilder:
         take_rank_0s(parameter, device=self.device, transport=self.mesh.group_of(parameter).all_transport)
 
     def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
+        """Whether the optimizer steps the parameters themselves: on one rank, without masters and without offload."""
         if self.mesh.dp.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_apart:
             return False
         dtypes = {wanted_dtype(parameter) for parameter in parameters}

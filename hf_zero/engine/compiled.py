@@ -1,4 +1,4 @@
-"""What torch.compile compiles of a model, and at stage 3 the layers in place of a whole model."""
+"""Detects torch.compile in a model, and at stage 3 compiles the layers instead of the whole model."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has been asked for somewhere in the module."""
+    """Whether the module or a submodule is compiled."""
     return "torch._dynamo" in sys.modules and any(map(compiles_itself, module.modules()))
 
 
@@ -19,13 +19,13 @@ def compiles_itself(module: nn.Module) -> bool:
 
 
 def compiled_frames() -> int:
-    """Counts what torch.compile has compiled in this process. Scripts may compile at any time, and nothing tells of that."""
+    """Counts the compiled code objects of this process, to detect compilations, which may happen at any time without notice."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return 0 if compiler is None else len(compiler.input_codes.seen)
 
 
 def _context_of(module: nn.Module) -> Callable[[Callable], Callable] | None:
-    """Returns what has compiled a module, with the script's backend and options. It compiles other functions, too."""
+    """Returns the compiler of a module, with the script's backend and options; None if not compiled. Reusable for functions."""
     if "torch._dynamo" not in sys.modules:
         return None
     if _is_wrapper(module):
@@ -36,25 +36,25 @@ def _context_of(module: nn.Module) -> Callable[[Callable], Callable] | None:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` has returned the module. Its only child is the script's own."""
+    """Whether the module is a result of `torch.compile(module)`. Its only child is the script's module."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def _within(function: Any, name: str) -> Any:
-    """Returns what a function finds under a name where it was made: a compiled one keeps its compiler nowhere else."""
+    """Returns a closure variable of a function, because a compiled function stores its compiler only in its closure."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
 class CompiledLayers:
-    """Compiles the layers of a model that a script has compiled as a whole, and runs the model around them uncompiled.
+    """If a script has compiled a whole model, compiles its layers instead, and runs the code around them uncompiled.
 
-    Layers are gathered and dropped by hooks around them, which no graph can hold. Traced, each hook would end a graph, and
-    torch would give up the loop over the layers after it had traced a part of the model for nothing.
+    Hooks around the layers gather and drop their parameters, and cannot be part of a graph. Each traced hook would cause a graph
+    break, and torch would not compile the loop over the layers, after tracing a part of the model for nothing.
 
     Args:
-        called: what the script calls, and what lies inside.
-        layers: modules that are gathered and dropped.
+        called: the modules that the script calls, and their submodules.
+        layers: the modules that are gathered and dropped.
     """
 
     def __init__(self, called: Iterable[nn.Module], layers: Iterable[nn.Module]):
@@ -64,7 +64,7 @@ class CompiledLayers:
         for module in dict.fromkeys(called):
             context = _context_of(module)
             inside = set(module.modules()) - {module}
-            # A wrapper around one layer has the layer's hooks inside, where torch itself leaves them out of the graph.
+            # In a compiled wrapper around one layer, torch itself keeps the layer's hooks out of the graph.
             own = [layer for layer in layers if layer in inside]
             if context is None or not own or (_is_wrapper(module) and next(module.children()) in own):
                 continue
@@ -79,7 +79,7 @@ class CompiledLayers:
         return len(self._layers)
 
     def undo(self) -> None:
-        """Compiles the model as a whole again."""
+        """Restores the compilation of the whole model."""
         for layer in self._layers:
             layer.__dict__.pop("forward", None)
         for module, name, value in self._whole:

@@ -16,10 +16,10 @@ _HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 def support_dcp_helpers() -> None:
-    """Lets the helpers see whole parameters and state of optimizers that an engine has cut to rows; once in a process.
+    """Makes the helpers use whole parameters and state of sharded optimizers. Installed once per process.
 
-    The helpers look state up by the model's Parameters in `param_groups`, where an engine has rows. Their module takes half a
-    second to import, so it is changed only after a script's own import.
+    The helpers search `param_groups` for the model's Parameters, but an engine has put rows there. An import of the helpers'
+    module costs half a second, so the module is changed only when a script imports it.
     """
     if not any(isinstance(finder, AfterImport) and finder.knows(_HELPERS) for finder in sys.meta_path):
         AfterImport({_HELPERS: _replace}).__enter__()
@@ -31,7 +31,7 @@ def _replace(module: Any) -> None:
 
 
 class _WithWholeOptimizers:
-    """Calls a helper of torch with optimizers that have whole parameters and state for the duration. Collective then."""
+    """Calls a torch helper, during which sharded optimizers have whole parameters and state. Collective with such optimizers."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function

@@ -34,39 +34,40 @@ from .state_rows import on_host, resize_whole, state_of
 
 
 class ZeroEngine:
-    """Trains `model` in place with its state sharded over the ranks of torch.distributed (or on one rank without it).
+    """Trains `model` in place, with its state sharded over the ranks of torch.distributed (or on one rank without it).
 
-    After construction an ordinary loop does the rest: forward, `loss.backward()`, `clip_grad_norm_`, `optimizer.step()`,
-    `optimizer.zero_grad()`. Building an engine is collective: every rank takes over rank 0's parameters and buffers.
+    After construction, train in an ordinary loop: forward, `loss.backward()`, `clip_grad_norm_`, `optimizer.step()`,
+    `optimizer.zero_grad()`. Building an engine is collective: every rank gets rank 0's parameters and buffers.
 
     Args:
-        model: any module with trainable floating-point parameters; at stage 3 they may all be frozen. Several modules in a list
+        model: any module with trainable floating-point parameters; at stage 3 all may be frozen. Several modules in a list
             are trained together.
-        optimizers: one or several torch optimizers over their parameters. They stay the same objects. Parameters of no model (a
-            loss's head) are trained with averaged gradients, too, and stay whole on each rank.
-        config: anything `ZeroConfig.of` takes.
-        entry: what the script calls in place of `model`, if that is another module (a compiled one). Of several models, a list.
-        device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
-            then moves its shard only.
-        on_progress: called with the bytes of parameters that are in buckets, and those of the model.
-        find_unused_parameters: DDP's. It decides one case: autograd runs past a parameter and leaves its gradient undefined on
-            all ranks. False gives the parameter a gradient of zeros, True leaves it without one, so that it is not stepped.
-        evaluates: the model is only evaluated, with all parameters as if they were frozen. `requires_grad` stays as it is, and
-            no parameter gets a gradient.
+        optimizers: one or several torch optimizers over the models' parameters. They stay the same objects. Parameters of no
+            model (a loss's head) are trained with averaged gradients, too, and stay whole on each rank.
+        config: any argument of `ZeroConfig.of`.
+        entry: the module that the script calls, if it is not `model` itself (a compiled one). A list for several models.
+        device: the training device; by default the device of the parameters. At stage 3 the parameters may be on a different
+            device. Then each rank moves only its shard.
+        on_progress: called with the bytes of parameters in buckets so far, and the bytes of all parameters.
+        find_unused_parameters: as in DDP. It decides one case: autograd runs a parameter's hook, but the gradient is undefined on
+            all ranks. False gives the parameter a gradient of zeros. True leaves the gradient None, so the parameter is not
+            stepped.
+        evaluates: the model is only evaluated, as if all parameters were frozen. `requires_grad` does not change, and no
+            parameter gets a gradient.
 
     Raises:
-        ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
+        ValueError: the model or an optimizer cannot be trained this way, or the ranks differ. ConfigError for settings.
 
     Attributes:
-        model: the first of the models.
-        models: all of them.
-        module: the module that has all parameters of the engine: the model itself, or for several one that is never called.
-        entry: what the script calls in place of `model`.
-        entries: what the script calls → its model.
-        evaluates: as it was asked for.
-        compiled_layers: how many layers are compiled in place of the whole model.
-        bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
-        scopes: of each optimizer, what the update of an element depends on, and how that was found.
+        model: the first model.
+        models: all models.
+        module: a module with all parameters of the engine: the model itself or, for several models, one that is never called.
+        entry: the module that the script calls for `model`.
+        entries: maps each module that the script calls to its model.
+        evaluates: the argument `evaluates`.
+        compiled_layers: number of layers compiled instead of the whole model.
+        bad_steps: number of steps skipped because of NaN or infinite gradients, and whether the last step was skipped.
+        scopes: for each optimizer, the values on which the update of an element depends, and how this was found.
 
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
@@ -85,7 +86,7 @@ class ZeroEngine:
     ):
         ErrorHook.installed()
         optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-        # By the class, not by truth: a compiled module asks its model for a length.
+        # Check the class, not the truth value: the truth value of a compiled module calls its model's `__len__`.
         models = list(model) if isinstance(model, list | tuple) else [model]
         _refuse_classes(models, optimizers)
         agree_on_overflows()
@@ -118,7 +119,7 @@ class ZeroEngine:
         self._step = TrainingStep(
             self, self.module, parts, optimizers, find_unused_parameters=self._find_unused_parameters
         )
-        # `resize_embeddings` comes here a second time: the new step must go on asking for signals.
+        # `resize_embeddings` calls this method again, and the new step must continue to ask for signals.
         self.stop_when(self._stop_asked)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
@@ -131,45 +132,46 @@ class ZeroEngine:
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.module, list(parts.slot_of))
             self._handles += self._step.allocations
-        # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again. Parameters only
-        # point to it: rows share their attributes, and Python's collector does not look into a tensor that autograd holds.
+        # A sharded model keeps its engine alive, because only the engine can gather its parameters. Parameters have weak
+        # references: rows share their attributes, and Python's garbage collector does not see through tensors in autograd.
         attach(self, (*self.models, *self.entries), keeps=not self.sharded.is_empty)
         attach(self, self.module.parameters(), keeps=False)
 
     def compile_layers(self, called: nn.Module) -> None:
-        """At stage 3, has torch.compile compile layers where a script has compiled `called` as a whole."""
+        """At stage 3, compiles each layer instead if the script has compiled `called` as a whole."""
         self.compiled_layers += self.sharded.compile_layers(called)
 
     # ---- a training step ----
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Micro-batches that only accumulate. With `grad_accumulation: sharded` they are reduced all the same."""
+        """Micro-batches inside only accumulate. With `grad_accumulation: sharded` they are reduced nevertheless."""
         return self._step.no_sync()
 
     def sync(self) -> AbstractContextManager[None]:
-        """Reduces inside of `no_sync`: a backward inside adds its gradients to the accumulated ones, and reduces all."""
+        """Reduces inside `no_sync`: a backward inside adds its gradients to the accumulated ones, and reduces the sum."""
         return self._step.sync()
 
     def inner_backwards(self) -> AbstractContextManager[None]:
-        """Runs a backward whose hooks run backwards of mini-batches: those accumulate, and their sum is reduced at the end.
+        """Runs a backward whose hooks run mini-batches' backwards. These accumulate, and the sum is reduced at the end.
 
-        With `grad_accumulation: sharded` each of them is reduced. Collective.
+        With `grad_accumulation: sharded`, each mini-batch is reduced. Collective.
         """
         return self._step.inner_backwards()
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the script is inside of `no_sync`."""
+        """Whether the script is inside `no_sync`."""
         return self._step.is_accumulating
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:
-        """Clips the gradients by their total norm over all ranks; returns that norm, a float32 scalar on the device.
+        """Clips the gradients by their total norm over all ranks; returns the norm, a float32 scalar on the device. Collective.
 
         Args:
             max_norm: inf only measures.
-            parameters: some of the model's parameters; None is all of them. Collective.
+            norm_type: p of the p-norm; inf for the largest magnitude.
+            parameters: some of the model's parameters; None for all.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
 
@@ -180,40 +182,40 @@ class ZeroEngine:
 
     @property
     def ended_backwards(self) -> int:
-        """How many backwards have come to their end on this rank."""
+        """Number of finished backwards on this rank."""
         return self._step.gradients.ended
 
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
-        """Ends a micro-batch that may have failed on some rank; returns whether any has.
+        """Ends a micro-batch that may have failed on some rank; returns whether it has failed on any rank.
 
-        Then the gradients of all micro-batches since the last step are dropped on all ranks. Collective.
+        In this case, drops the gradients of all micro-batches since the last step on all ranks. Collective.
 
         Args:
-            ended_before: `ended_backwards` as it was before them.
-            failed: they raised an error on this rank.
+            ended_before: `ended_backwards` before the micro-batch.
+            failed: whether the micro-batch raised an error on this rank.
         """
         return self._step.drop_failed(ended_before, failed=failed)
 
     def stop_when(self, asked: Callable[[], int]) -> None:
-        """Tells the other ranks, at the end of each backward, the signal that asks this rank to stop.
+        """Sends the other ranks, at the end of each backward, the signal that asks this rank to stop.
 
         Args:
-            asked: returns the signal's number, 0 for none. Given on all ranks or on none.
+            asked: returns the signal's number, 0 for none. Call this on all ranks or on none.
         """
         self._stop_asked = self._step.gradients.stop_asked = asked
 
     @property
     def stop_due(self) -> int:
-        """The number of a signal for which all ranks are to save and stop behind the last step; 0 for none."""
+        """The number of a signal for which all ranks are to save and stop after the last step; 0 for none."""
         return self._step.stop_due
 
     def drop_stop(self) -> None:
-        """Forgets `stop_due`, once the ranks have done what it asks for and go on."""
+        """Resets `stop_due`, after the ranks have handled the signal and continue."""
         self._step.stop_due = 0
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps since the engine was built."""
+        """Number of optimizer steps since the engine was built."""
         return self.transport.watch.log.step
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -228,7 +230,7 @@ class ZeroEngine:
             nn.utils.clip_grad_value_(trained, clip_value)
 
     def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter lies in this engine's buckets."""
+        """Whether a parameter is in this engine's buckets of trained parameters."""
         return parameter in self._parts.slot_of
 
     def has_outside(self, model: nn.Module) -> bool:
@@ -236,10 +238,10 @@ class ZeroEngine:
         return any(p in self._parts.slot_of and is_outside(self._parts.slot_of[p].name) for p in model.parameters())
 
     def finish_parameters(self, parameter: nn.Parameter | None = None) -> None:
-        """Waits for the all-gathers of parameters behind the last step. Reads of parameters do so themselves.
+        """Waits for the all-gathers of parameters after the last step. Reads of parameters wait without this call.
 
         Args:
-            parameter: wait for the bucket of this one only.
+            parameter: wait only for the bucket of this parameter.
         """
         if parameter is None:
             self._parts.parameter_gather.finish_all()
@@ -247,28 +249,28 @@ class ZeroEngine:
             self._parts.parameter_gather.finish_of(parameter)
 
     def synchronise(self, purpose: str = "ZeroEngine.synchronise") -> None:
-        """Makes the model the same on all ranks, as saves do. Collective.
+        """Makes the model equal on all ranks, as saves do. Collective.
 
-        Sends what was written to this rank's part of the parameters in `optimizer.param_groups` outside of a step, and takes
-        the outer step of `comm.sync_every`, if local steps wait for it.
+        Sends writes to this rank's rows in `optimizer.param_groups` made outside of a step, and runs the outer step of
+        `comm.sync_every` if local steps wait for it.
 
         Args:
-            purpose: the call that needs it, for errors about ranks that do not come.
+            purpose: name of the call, for errors about missing ranks.
         """
         self.finish_parameters()
         self._step.row_writes.send(purpose)
-        # A gather that is under way would be sent again from rows that are about to change.
+        # Running gathers read the rows, which the outer step changes.
         self.finish_parameters()
         if self._parts.outer is None:
             return
-        # Gathered layers are of the model before the outer step.
+        # Gathered layers have the values before the outer step.
         self.sharded.schedule.reshard_all()
         self._step.row_writes.renew_copies(self._parts.outer.finish())
         self.finish_parameters()
-        # Buffers such as batch norm statistics belong to each group alone until here.
+        # Until here, each group has had its own buffers, such as batch norm statistics.
         broadcast_buffers(self.module, self.transport, self.device)
 
-    # ---- looking in ----
+    # ---- reads and edits ----
 
     @contextmanager
     def gathered(
@@ -278,23 +280,23 @@ class ZeroEngine:
         writeback: bool = False,
         purpose: str = "hf_zero.gathered",
     ) -> Iterator[None]:
-        """Whole parameters to read or, with `writeback`, to edit. Collective, on every rank.
+        """Makes parameters whole inside, to read or, with `writeback`, to edit them. Collective.
 
         Args:
-            target: a module of the model, a parameter or several; None is all models.
-            writeback: keep edits; what rank 0 wrote is what all ranks have afterwards. Parameters that a script has told DDP to
-                ignore keep each rank's edits.
-            purpose: the call that asks, for errors about ranks that do not come.
+            target: a module of the model, a parameter or several; None for all models.
+            writeback: keep edits. Afterwards all ranks have rank 0's values. Each rank keeps its own edits of parameters that
+                the script has excluded from DDP.
+            purpose: name of the call, for errors about missing ranks.
 
         Raises:
-            CommunicationError: some rank did not come within `comm.late_s`.
-            MemoryError: they do not fit.
-            RuntimeError: an edit without `writeback`.
+            CommunicationError: some rank did not make the call within `comm.late_s`.
+            MemoryError: the whole parameters do not fit.
+            RuntimeError: a parameter was edited without `writeback`.
         """
         parts = self._parts
         self.sharded.gathered.meet(purpose)
         self.finish_parameters()
-        # Before the edit: a write to this rank's rows that other ranks have not seen would be overwritten by rank 0's values.
+        # Before the edit. Otherwise rank 0's values would overwrite unsent writes to this rank's rows.
         if writeback:
             self.synchronise(purpose)
         parameters = parameters_in(self.module if target is None else target)
@@ -308,25 +310,25 @@ class ZeroEngine:
                 slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
                 of_units = [slot for unit in self.sharded.gathered.units_of(parameters) for slot in unit.slots]
                 put_back([*slots, *of_units], parts.mesh.world)
-                # Sharded parameters are sent as the context of `sharded.gathered` ends. These each rank has whole.
+                # Parameters stored whole on each rank. Sharded ones are sent at the end of `sharded.gathered`.
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.mesh.group_of(parameter).all_transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
-                    # By values: on ranks whose script has written nothing, the broadcast above counts as no edit.
+                    # Compare values, not versions: the broadcast leaves version counters alone on ranks that wrote nothing.
                     with parts.holder.fetched_master(bucket):
                         bucket.follow_values()
-        # Outside of the context: only at its end do the masters of sharded parameters follow the edit.
+        # After the context, at whose end the masters of sharded parameters follow the edit.
         if writeback and parts.outer is not None:
             parts.outer.start_from_masters()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
+        """Returns a parameter's whole reduced gradient, in its shape and the master dtype; None without one. Collective."""
         self._step.gradients.recover()
         return full_gradient(slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
-        """Gathers the optimizer's state of a parameter: elementwise tensors in its shape, the rest unchanged.
+        """Gathers the optimizer's state of a parameter: elementwise tensors in its shape, other values unchanged.
 
         Collective. Empty before the first step.
         """
@@ -338,10 +340,14 @@ class ZeroEngine:
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool, model: nn.Module | None = None) -> Iterator[dict[str, torch.Tensor]]:
-        """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective.
+        """For savers: if `wanted`, makes parameters whole and exact, at stage 3 in host memory. Collective.
+
+        See `ShardedModel.lent`.
 
         Args:
-            model: one of several models; None is the first.
+            purpose: name of the call, for errors about missing ranks.
+            wanted: False only joins the collectives.
+            model: one of several models; None for the first.
         """
         self.synchronise(purpose)
         with (
@@ -352,10 +358,11 @@ class ZeroEngine:
             yield state
 
     def whole_state_dict(self, *, wanted: bool, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time.
+        """Returns the model's state dict in host memory if `wanted`, otherwise {}. Collective; gathers one unit at a time.
 
         Args:
-            model: one of several models; None is the first.
+            wanted: False only joins the collectives.
+            model: one of several models; None for the first.
         """
         split = self._parts.mesh.split
         if split.is_empty:
@@ -377,11 +384,11 @@ class ZeroEngine:
 
     @property
     def holds_whole_model(self) -> bool:
-        """Whether each rank has all tensors of the model, up to the rounding of quantised gathers."""
+        """Whether each rank has all tensors of the model, up to the rounding of quantized gathers."""
         return self.sharded.is_empty and self._parts.mesh.split.is_empty
 
     def memory_report(self) -> MemoryReport:
-        """Counts bytes of state on this rank by kind, beside DDP's of the same kind."""
+        """Counts bytes of state on this rank by kind, next to DDP's bytes of the same kind."""
         held = self._step.store.held_bytes() | self._parts.wire.held_bytes()
         return report_memory(self.module, self._parts, self.optimizers, held)
 
@@ -390,9 +397,9 @@ class ZeroEngine:
         return report_dtypes(self.buckets, self.config, [sharded.optimizer for sharded in self.optimizers])
 
     def comm_report(self) -> CommReport:
-        """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built.
+        """Returns calls, bytes sent within and between nodes, and waits, by kind of collective, since the engine was built.
 
-        On an accelerator, waits are counted from the first call on.
+        On an accelerator, waits are measured from the first call of this method on.
         """
         ledger = self.transport.ledger
         ledger.start_timing()
@@ -403,30 +410,30 @@ class ZeroEngine:
             not_counted=self._parts.mesh.not_counted,
         )
 
-    # ---- moving in and out ----
+    # ---- changes of the model and the optimizers, and the end of the engine ----
 
     def readopt(self) -> None:
-        """Takes back parameters that left their slots (`.to(dtype)`, `load_state_dict(assign=True)`), values and all.
+        """Copies parameters that left their slots (`.to(dtype)`, `load_state_dict(assign=True)`) back into the slots.
 
         Raises:
-            ValueError: one has another number of elements now; prepare the model anew.
+            ValueError: a parameter now has a different number of elements; prepare the model again.
         """
         self.finish_parameters()
         self._parts.parameter_places.take_back()
         self.state.follow_edits()
 
     def resize_embeddings(self, num_tokens: int, **kwargs: Any) -> None:
-        """`model.resize_token_embeddings` of a model in training: the other parameters' state and the old rows' go on.
+        """Calls `model.resize_token_embeddings` during training, and keeps the state of other parameters and of old embeddings.
 
-        Collective. New rows are rank 0's and start without optimizer state. For its duration, the whole model and its
-        whole optimizer state are held in host memory.
+        Collective. New embeddings have rank 0's values, and no optimizer state. During the call, the whole model and its whole
+        optimizer state are in host memory.
 
         Args:
-            num_tokens: of the new vocabulary.
-            kwargs: passed on to `resize_token_embeddings`.
+            num_tokens: number of tokens of the new vocabulary.
+            kwargs: passed to `resize_token_embeddings`.
 
         Raises:
-            ValueError: the model has no such method.
+            ValueError: the model has no such method, is split, or is one of several models.
         """
         if not self._parts.mesh.split.is_empty:
             raise ValueError(
@@ -441,7 +448,7 @@ class ZeroEngine:
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         self.sharded.gathered.meet("ZeroEngine.resize_embeddings")
-        # The whole state, before the close drops the shards.
+        # Gather the whole state before `close` drops the shards.
         resize = partial(cast(Any, self.model).resize_token_embeddings, num_tokens, **kwargs)
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
@@ -451,16 +458,19 @@ class ZeroEngine:
             self._start(assemble(self.module, optimizers, self.config, device), optimizers)
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """`optimizer.add_param_group` of an optimizer in training, as for layers that are unfrozen one after the other.
+        """Calls `optimizer.add_param_group` during training, for example to unfreeze layers one after the other.
 
-        Collective, between a step and the next forward. The other parameters go on with their state. For its duration, the
-        model and its optimizers' state are whole on each rank, the state in host memory.
+        Collective, between a step and the next forward. The other parameters keep their state. During the call, the model and
+        its optimizers' state are whole on each rank, the state in host memory.
 
         Args:
-            group: as for torch. Parameters of no model are trained as those that the optimizer had from the start.
+            optimizer: one of the engine's optimizers.
+            group: as in torch. Parameters of no model are trained like those that the optimizer had from the start.
 
         Raises:
-            RuntimeError: gradients wait for a step. ValueError: the optimizer has a parameter already.
+            ConfigError: the model or its sequences are split over ranks.
+            RuntimeError: gradients wait for a step.
+            ValueError: the optimizer already has one of the parameters.
         """
         if SEQUENCE_ATTRIBUTE in self.model.__dict__ or self.state.is_split:
             raise ConfigError(
@@ -485,7 +495,7 @@ class ZeroEngine:
         self.close()
         optimizer.add_param_group(group)
         for each in optimizers:
-            # Rows that are the parameters have kept their state.
+            # If rows are the parameters themselves, the optimizer has kept their state.
             each.state.update((p, states[p]) for p in whole_parameters(each) if states.get(p) and p not in each.state)
         self.module = joined(self.models, optimizers, in_training=True)
         self._start(assemble(self.module, optimizers, self.config, self.device), optimizers)
@@ -499,37 +509,37 @@ class ZeroEngine:
         self._step.row_writes.follow(self.buckets)
 
     def close(self, *, rank0_only: bool = False) -> None:
-        """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
+        """Makes the model and optimizers plain again: no hooks, parameters in separate memory, whole parameters in the groups.
 
-        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective.
+        Sharded optimizer state, which exists only in rows, is dropped. Collective.
 
         Args:
-            rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
+            rank0_only: at stage 3, only rank 0 gets whole parameters. On the other ranks they are on the meta device.
         """
         if not self.sharded.is_empty:
             self.sharded.gathered.meet("ZeroEngine.close")
         self.synchronise("ZeroEngine.close")
         with self._parts.exact.fetched_master("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
-        # Before the hooks go: a later backward of the script finds plain gradients.
+        # Before the hooks are removed, so that a later backward of the script finds no stand-ins.
         self._step.gradients.drop()
         for handle in self._handles:
             handle.remove()
-        # Experts may have their first copy on more ranks than the rest of the model.
+        # The first copy of experts may be on more ranks than the first copy of the remaining model.
         is_first = self._parts.mesh.expert_dp.all_groups.rank == 0
         self.sharded.hand_back(wanted=is_first or not rank0_only)
-        # Behind the parameters: masters in files are read when these get memory of their own.
+        # After the parameters, because masters in files are read when parameters get separate memory.
         self._parts.holder.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
         detach((*self.models, *self.entries, *self.module.parameters()))
-        # Last: the DTensors take the values that the plain parameters have now.
+        # Last, because the DTensors get the present values of the plain parameters.
         self._parts.mesh.split.restore()
 
 
 def _refuse_classes(models: Sequence[object], optimizers: object) -> None:
-    """Raises TypeError for a class in place of an object, or for something else in place of the optimizers."""
+    """Raises TypeError if a model or optimizer is a class or has the wrong type."""
     held = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for given, kind in [*((each, nn.Module) for each in models), *((each, torch.optim.Optimizer) for each in held)]:
         if isinstance(given, type):
@@ -544,4 +554,4 @@ def _refuse_classes(models: Sequence[object], optimizers: object) -> None:
 
 
 SEQUENCE_ATTRIBUTE = "_hf_zero_sequence"
-"""Attribute of a model whose sequences are cut over ranks, by an extra that is built upon this file."""
+"""Attribute of a model whose sequences are split over ranks. An extra that uses this file sets the attribute."""

@@ -10,16 +10,17 @@ from ..step.gathers import Gather
 
 
 class ExactWeights:
-    """Replaces the compute values of parameters by the masters' values, and back.
+    """Replaces the rounded values of parameters by the masters' values, and back.
 
-    Without buckets, as where parameters travel as they are, all of it does nothing. Sharded parameters are not among them:
-    their shards are exact, and only what is gathered is not.
+    Does nothing if parameters are sent without quantization. Sharded parameters are not included, because their shards are
+    exact and only gathered values are rounded.
 
     Args:
-        buckets: of whole parameters; those that have not been through blocks do not matter.
-        gather: brings them together as they are.
-        holder: has their masters.
-        timeout_s: how long ranks that come wait for those that do not.
+        buckets: buckets of whole parameters; buckets without quantized gathers are ignored.
+        gather: gathers exact values.
+        holder: stores the masters.
+        transport: connects all ranks of the model.
+        timeout_s: time limit for the other ranks to make the same call.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ExactWeights:
         self._transport = transport
         self._timeout_s = timeout_s
         self._depth = 0
-        # All ranks have started with the same exact values.
+        # Round the initial values, which are exact and equal on all ranks.
         self.put_back()
 
     @property
@@ -40,19 +41,20 @@ class ExactWeights:
 
     @contextmanager
     def fetched_master(self, purpose: str, alone: str = "") -> Iterator[None]:
-        """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets.
+        """Inside, parameters have their masters' values, in the parameters' dtype. Entering is collective if there are buckets.
 
         Args:
+            purpose: name of the call, for errors about missing ranks.
             alone: see `Transport.barrier`.
         """
         if self._rounding_of and not self._depth:
             self._transport.barrier(purpose, self._timeout_s, alone)
             for bucket in self._rounding_of:
                 with self._holder.fetched_master(bucket):
-                    # Edits first: the write-back would undo what a script has written into the rounded parameters.
+                    # Follow edits first. Otherwise the write-back would undo a script's edits of rounded parameters.
                     bucket.follow_edits()
                     bucket.write_back()
-                # Waited for at once: no guard makes a reader inside the context wait, as behind a step.
+                # Wait at once, because inside the context no guard makes readers wait, in contrast to the gathers after a step.
                 self._gather.start(bucket).finish()
         self._depth += 1
         try:
@@ -62,9 +64,9 @@ class ExactWeights:
             self.put_back()
 
     def put_back(self) -> None:
-        """Rounds exact parameters to the values of a quantised gather, without one.
+        """Rounds exact parameters to the values of a quantized gather, without a gather.
 
-        Shards are whole blocks, so that the blocks of the whole are those of the shards.
+        Shards consist of whole blocks, so the whole buffer has the same blocks as the shards.
         """
         for bucket, rounds in self._rounding_of.items() if not self._depth else ():
             rounds(bucket.flat)

@@ -12,8 +12,8 @@ from ..hooks.weak import WeakHook
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Freezes all parameters of a model, and afterwards sets `requires_grad` as it was. Parameters may be replaced inside."""
-    # By names, since the model may have other objects under these names afterwards.
+    """Freezes all parameters of a model inside, and restores `requires_grad` afterwards. Parameters may be replaced inside."""
+    # Store names, since the model may have different objects under these names afterwards.
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     try:
@@ -24,7 +24,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 class FreezesInForward:
-    """Keeps parameters out of the graphs of forwards: nobody reduces their gradients, which would differ by rank."""
+    """Freezes parameters during forwards, because nobody would reduce their gradients, which would differ between ranks."""
 
     def __init__(self) -> None:
         self._frozen: list[tuple[nn.Module, list[nn.Parameter]]] = []

@@ -8,7 +8,7 @@ from ..layout.intervals import Interval
 from ..step.sharded_optimizer import RowStates, ShardedOptimizer
 from .engine import ZeroEngine
 
-# Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.
+# Optimizers that train one model in turn: while one optimizer waits, each rank keeps its part of the state.
 
 _KEPT = "_hf_zero_kept_state"
 
@@ -18,9 +18,9 @@ class _Kept:
     """The state of an optimizer's rows when its engine was closed.
 
     Attributes:
-        places: which elements of each parameter this rank had.
-        states: {} where they lay in files, which went with the engine.
-        is_lost: there were some in files.
+        places: the elements of each parameter on this rank.
+        states: the states; {} if they were in files, which were removed with the engine.
+        is_lost: whether there were states in files.
     """
 
     places: dict[nn.Parameter, Interval]
@@ -32,7 +32,7 @@ def keep_state(engine: ZeroEngine) -> None:
     """Keeps the state that `engine.close()` drops, for `take_up_state`."""
     for sharded in engine.optimizers:
         in_files = sharded.is_in_files
-        # On every rank, also one without a row: taking it up is collective.
+        # On every rank, even one without a row, because `take_up_state` is collective.
         sharded.optimizer.__dict__[_KEPT] = _Kept(
             places=sharded.places(),
             states={} if in_files else sharded.row_states(),
@@ -41,14 +41,14 @@ def keep_state(engine: ZeroEngine) -> None:
 
 
 def take_up_state(engine: ZeroEngine) -> None:
-    """Restores the state of `keep_state` to the engine's optimizers, unless they have other state. Collective then.
+    """Restores the state of `keep_state` to the engine's optimizers, unless they have other state. Collective if some was kept.
 
     Raises:
-        ValueError: on every rank, when the state of one is lost or does not fit; the engine is closed.
+        ValueError: on every rank, if the state of an optimizer is lost or does not fit. The engine is closed before.
     """
     for sharded in engine.optimizers:
         kept: _Kept | None = sharded.optimizer.__dict__.pop(_KEPT, None)
-        # `kept` is None on all ranks or on none: a rank that passed the exchange by would leave the others waiting in it.
+        # `kept` is None on all ranks or on none. Otherwise a rank would skip the exchange, and the others would hang.
         if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
             continue
         fault = "lay in files" if kept.is_lost else None

@@ -9,25 +9,25 @@ _OUTSIDE = "optimizer["
 
 
 class Models(nn.Module):
-    """Looks like one module that has all parameters of several models, and other parameters of their optimizers.
+    """A module with all parameters of several models, and with their optimizers' parameters outside of the models. Never called.
 
-    The parameters of the first model keep their names. Those of the next models have names below `model[1]`, `model[2]` and so
-    on, and each parameter outside of all models is named by its index in the optimizers: `optimizer[0].group[1].2`. No module
-    that is written in Python has attributes of these names. It is never called.
+    The parameters of the first model keep their names. Names in further models begin with `model[1]`, `model[2]` and so on. The
+    name of a parameter outside of all models is its index in the optimizers: `optimizer[0].group[1].2`. No module written in
+    Python has attributes with such names.
 
     Args:
-        models: that the script calls.
-        outside: name of a group → the group's parameters that are in no model, by their index in the group.
+        models: the models that the script calls.
+        outside: maps a group's name to the group's parameters outside of all models, by their index in the group.
 
     Attributes:
-        models: the same.
-        named_models: (prefix of its names, model) of each.
+        models: the argument `models`.
+        named_models: (prefix of the names, model) for each model.
     """
 
     def __init__(self, models: Sequence[nn.Module], outside: dict[str, dict[int, nn.Parameter]]):
         super().__init__()
         self.models = tuple(models)
-        # Not registered: the modules below this one have names that `nn.Module` would not make.
+        # Not registered as submodules, because `nn.Module` does not support such names.
         self.named_models = [(f"model[{index}]" if index else "", model) for index, model in enumerate(models)]
         self._named = list(self.named_models)
         for name, parameters in outside.items():
@@ -54,14 +54,16 @@ class Models(nn.Module):
 def joined(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, in_training: bool = False
 ) -> nn.Module:
-    """Returns the module with all parameters that an engine of these models and optimizers trains: mostly the model itself.
+    """Returns a module with all parameters of the models and optimizers. This is the model itself, unless more are needed.
 
     Args:
-        in_training: the optimizers have trained the models before, so no parameter has been replaced.
+        models: the models.
+        optimizers: their optimizers.
+        in_training: the optimizers have already trained the models, so no parameter has been replaced.
 
     Raises:
-        ValueError: an optimizer has parameters of no model although no optimizer has some of the models'. Those have most
-            likely been replaced since the optimizer was built.
+        ValueError: an optimizer has parameters of no model, and some parameters of the models have no optimizer. Most likely they
+            were replaced after the optimizer was built.
     """
     of_models = {parameter for model in models for parameter in model.parameters()}
     outside: dict[str, dict[int, nn.Parameter]] = {}
@@ -82,20 +84,20 @@ def joined(
 
 
 def models_in(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Returns the models that `joined` has made a module of."""
+    """Returns the models in a module returned by `joined`."""
     return module.models if isinstance(module, Models) else (module,)
 
 
 def named_models_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (prefix of its names, model) of each of these models."""
+    """Returns (prefix of the names, model) for each model in a module returned by `joined`."""
     return module.named_models if isinstance(module, Models) else [("", module)]
 
 
 def is_of_first(name: str) -> bool:
-    """Whether a parameter of this name is one of the first model."""
+    """Whether a parameter with this name is in the first model."""
     return not name.startswith(("model[", _OUTSIDE))
 
 
 def is_outside(name: str) -> bool:
-    """Whether a parameter of this name is in no model, so that no file of weights has its values."""
+    """Whether a parameter with this name is in no model, so its values are in no weights file."""
     return name.startswith(_OUTSIDE)

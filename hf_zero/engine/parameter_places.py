@@ -1,4 +1,4 @@
-"""Notices parameters that a script has moved or replaced, and reads exact weights."""
+"""Detects parameters that a script has moved or replaced, and reads exact weights."""
 
 from collections.abc import Container, Iterable, Iterator
 from operator import attrgetter, is_
@@ -17,16 +17,15 @@ from .compiled import is_compiled
 
 _PARAMETERS = attrgetter("_parameters")
 _DEPTH_OF_WRAPPERS = 4
-"""peft's two modules around a model, and the model in whose layers the adapters are."""
+"""Maximum number of nested modules searched: peft's two modules around a model, and the models inside."""
 
 
 class ParameterPlaces:
-    """The (module, attribute) places of every parameter in the buckets; tied ones have several.
+    """The (module, attribute) of every parameter in the buckets; tied parameters have several.
 
-    A parameter leaves the engine in three ways: its data moves (`.to(dtype)`, `.half()`), another Parameter takes its place
-    (`load_state_dict(assign=True)`), or another module takes that of its module (merge_and_unload, a resized head). Steps
-    would then update memory that the model no longer reads. It is seen at the next forward that builds a graph, and again at
-    the step.
+    A parameter may leave the engine in three ways: its data moves (`.to(dtype)`, `.half()`), another Parameter replaces it
+    (`load_state_dict(assign=True)`), or another module replaces its module (merge_and_unload, a resized head). Then steps
+    would update memory that the model no longer reads. The next forward with a graph detects this, and so does the step.
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket]):
@@ -49,7 +48,7 @@ class ParameterPlaces:
         self._name_of_frozen = {p: name for name, p in model.named_parameters() if p not in trained}
         ignored = ignored_parameters(model)
         self._frozen = [parameter for parameter in self._name_of_frozen if parameter not in ignored]
-        # The same by column, for loops of C.
+        # The same tuples as separate lists, for loops in C.
         self._modules = [module for module, _, _ in self._places]
         self._names = [name for _, name, _ in self._places]
         self._held = [slot.parameter for _, _, slot in self._places]
@@ -59,16 +58,16 @@ class ParameterPlaces:
         self._in_forward = False
 
     def watch(self, model: nn.Module, entry: nn.Module) -> list[RemovableHandle]:
-        """Looks before each forward of `entry`, and of the model inside an adapter's wrappers if a script calls that one.
+        """Checks before each forward of `entry`, or of the model inside an adapter's wrappers, which a script may call directly.
 
         Args:
-            model: that `entry` stands for.
+            model: the model of `entry`.
         """
-        # Compiled, they would trace the hook.
+        # Compiled modules inside would trace the hook.
         parts = () if is_compiled(entry) else self._wrapped(model)
         return [
             entry.register_forward_pre_hook(WeakHook(self, ParameterPlaces._begin), prepend=True),
-            # Also after an exception: `_in_forward` would stay True, and a part called by itself would not be looked at.
+            # Also after an exception. Otherwise `_in_forward` would stay True, and direct calls of submodules would be unchecked.
             entry.register_forward_hook(WeakHook(self, ParameterPlaces._end), always_call=True),
             *(
                 part.register_forward_pre_hook(WeakHook(self, ParameterPlaces._before_part), prepend=True)
@@ -78,22 +77,22 @@ class ParameterPlaces:
 
     @property
     def frozen(self) -> Iterable[nn.Parameter]:
-        """The model's parameters that the engine does not train."""
+        """The model's parameters not trained by the engine."""
         return self._name_of_frozen
 
     def own_memory(self, *, spared: Container[nn.Parameter]) -> None:
-        """Gives trained parameters that are whole memory outside of their buckets, all but those `spared`."""
+        """Gives whole trained parameters separate memory outside of their buckets, except the ones in `spared`."""
         for slot in {slot for _, _, slot in self._places if slot.bucket.trained and slot.parameter not in spared}:
             slot.parameter.data = slot.parameter.detach().clone()
 
     def before_step(self) -> None:
-        """Raises `RuntimeError` for a parameter outside of its memory, which the step would not reach."""
+        """Raises `RuntimeError` for a parameter outside of its bucket, which the step would not change."""
         self._refuse_unfrozen()
         for slot, held in self._strays():
             raise _moved(slot, held)
 
     def _refuse_unfrozen(self) -> None:
-        # It was frozen when the model was prepared.
+        # `_frozen` lists the parameters frozen at `prepare`.
         with look_only():
             is_thawed = any(map(attrgetter("requires_grad"), self._frozen))
         if is_thawed:
@@ -105,10 +104,10 @@ class ParameterPlaces:
             )
 
     def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
-        """Lists slots whose parameter has left its module or its memory, and the present object there.
+        """Yields slots whose parameter has left its module or its bucket, and the present object in the module.
 
         Raises:
-            RuntimeError: a module is another one.
+            RuntimeError: a module was replaced.
         """
         if self._all_are_in_place():
             return
@@ -116,13 +115,13 @@ class ParameterPlaces:
             if children.get(name) is not child:
                 raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
         for module, name, slot in self._places:
-            # Past the dict's own methods, which wait for a gather that is under way: what is held can be seen without.
+            # Bypasses the dict's own methods, which would wait for a running gather.
             held = dict.get(module._parameters, name)
             if held is not slot.parameter or not slot.bucket.holds(slot):
                 yield slot, held
 
     def _all_are_in_place(self) -> bool:
-        """As far as that is seen at a glance, which each step takes: in loops of C. False may be wrong."""
+        """Fast check for each step, with loops in C. It may report a false "no"."""
         with look_only():
             held = map(dict.get, map(_PARAMETERS, self._modules), self._names)
             return (
@@ -132,10 +131,10 @@ class ParameterPlaces:
             )
 
     def take_back(self) -> None:
-        """Copies strayed values into their slots and hangs the engine's parameters back in their places.
+        """Copies strayed values into their slots, and restores the engine's parameters in their modules.
 
         Raises:
-            ValueError: one has another number of elements now.
+            ValueError: a parameter now has a different number of elements.
         """
         for module, name, slot in self._places:
             current = module._parameters.get(name)
@@ -146,18 +145,18 @@ class ParameterPlaces:
                     "prepare model and optimizer anew."
                 )
             if current is not slot.parameter:
-                # First: a parameter whose values are hidden refuses other data.
+                # Before the new data, because a parameter with hidden values refuses new data.
                 show_values(slot.parameter)
                 with torch.no_grad():
                     slot.parameter.data = current.detach().to(slot.parameter.device)
                 module._parameters[name] = slot.parameter
             if not slot.bucket.holds(slot):
                 slot.bucket.adopt(slot)
-                # autograd never counts -1: the master follows the values as it follows a script's edit.
+                # No version is -1, so the master follows the values as after a script's edit.
                 slot.version = -1
 
     def _wrapped(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The modules below the model that hold all of the parameters."""
+        """Yields the nested modules below the model that contain all of the parameters."""
         inner = model
         for _ in range(_DEPTH_OF_WRAPPERS):
             below = {id(child): child for children, _, child, _ in self._links if children is inner._modules}
@@ -178,16 +177,16 @@ class ParameterPlaces:
             self._look()
 
     def _look(self) -> None:
-        # Evaluation of a model that has been cast or merged is nobody's concern; nor is a recomputation inside backward.
+        # An evaluation of a cast or merged model is allowed. A recomputation inside backward was checked in the forward.
         if torch.is_grad_enabled() and not is_in_backward():
             for slot, held in self._strays():
-                # What is no Parameter is there for this call only: torch.func.functional_call puts it back.
+                # Plain tensors are there only during a call of torch.func.functional_call, which restores the Parameter.
                 if held is None or isinstance(held, nn.Parameter):
                     raise _moved(slot, held)
 
 
 def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
-    """The error for a parameter whose data or Parameter object is another one now."""
+    """Returns the error for a parameter with a different data tensor or Parameter object."""
     was, now = slot.bucket.flat.dtype, None if held is None else held.dtype
     if held is None:
         what = "has been taken out of its module"
@@ -217,7 +216,7 @@ def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
 
 
 def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
-    """The error for a module that is not in the model any more."""
+    """Returns the error for a module that is no longer in the model."""
     become = "gone" if now is None else f"another {type(now).__name__}"
     return RuntimeError(
         f"hf_zero: {path!r} was a {type(was).__name__} when the model was prepared and is {become} now, as after "

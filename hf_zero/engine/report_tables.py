@@ -11,7 +11,7 @@ from ..device import in_units
 from ..optimizer.bucket_state import KernelReport
 
 IN_FILES = "NVMe"
-"""Where a row is that takes no memory."""
+"""Location of a row whose bytes are in files, not in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """Bytes of a rank's state and parameters in files below `folder`: held there, in memory at most while they are stepped, and
-    moved by the last step and what came before it.
+    """Bytes of a rank's state and parameters in files in `folder`.
 
-    What is written wears a solid-state disk out: its maker says how many bytes it stands.
+    Attributes:
+        held_bytes: bytes in the files.
+        window_bytes: maximum bytes in memory during the step.
+        read_bytes_a_step: bytes read by the last step, including reads since the step before.
+        written_bytes_a_step: the same for writes, which wear out a solid-state disk. Its maker specifies the endurance in bytes.
     """
 
     folder: Path
@@ -41,9 +44,12 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
+    """State on this rank by kind.
 
-    `traffic` is None if all state is in memory, and `kernels` is None if the optimizers step all buckets themselves.
+    Attributes:
+        peak_bytes: the process's peak memory, including activations.
+        traffic: None if all state is in memory.
+        kernels: None if the optimizers step all buckets themselves.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -73,12 +79,14 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """Bytes that this rank sent, by link, and its waits, since the engine was built.
+    """Bytes sent by this rank, by link, and its waits, since the engine was built.
 
-    `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
-    backward passes another. `not_counted` says what is sent beside these rows; "" where nothing is. `timed_from` is the optimizer
-    step from which on seconds are counted, on an accelerator the one in which they were first asked for; None where they are of
-    all collectives.
+    Attributes:
+        timed_from: first optimizer step in which waits were measured; None if they were measured from the start. On an
+            accelerator, the measurement begins with the first report.
+        gradient_error: relative error of a quantized reduced gradient. It is sampled on one bucket, a different one every hundred
+            backward passes. None if gradients are not quantized.
+        not_counted: describes traffic that is not in the rows; "" if there is none.
     """
 
     rows: tuple[CommRow, ...]
@@ -105,7 +113,7 @@ class CommReport:
 
     @property
     def wait_seconds(self) -> float:
-        """Exposed communication: how long the host stood still or, where training is on an accelerator, the device."""
+        """Exposed communication: the time during which the host or, on an accelerator, the device was blocked."""
         return sum(row.wait_seconds for row in self.rows)
 
     def table(self) -> str:
@@ -142,8 +150,8 @@ _WITHOUT_TERMINAL = 100
 
 
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a plain-text table that is no wider than the terminal; long cells go on in the next line of their column."""
-    # Imported here because most ranks print no table, and rich takes a fifth of the time of `import hf_zero`.
+    """Returns a plain-text table not wider than the terminal; long cells are wrapped in their column."""
+    # Imported here because most ranks print no table, and rich is a fifth of the time of `import hf_zero`.
     from rich.console import Console
     from rich.table import Table
 

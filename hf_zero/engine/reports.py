@@ -19,16 +19,16 @@ from .assemble import Parts
 from .report_tables import MemoryReport, MemoryRow, TrafficReport, render
 from .state_rows import state_of
 
-# ---- Bytes that this rank holds, by kind, counted from the tensors themselves ----
+# ---- Bytes on this rank by kind, counted from the tensors themselves ----
 
 
 def report_memory(
     model: nn.Module, parts: Parts, optimizers: Sequence[ShardedOptimizer], gradient_bytes: Mapping[str, int]
 ) -> MemoryReport:
-    """Counts bytes of state by kind, beside DDP's of the same kind.
+    """Counts bytes of state by kind, next to DDP's bytes of the same kind.
 
     Args:
-        gradient_bytes: of the gradient store and of what travels, by kind.
+        gradient_bytes: bytes of the gradient store and of the wire, by kind.
     """
     buckets, sharded, holder, outer = parts.buckets, parts.sharded, parts.holder, parts.outer
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
@@ -72,7 +72,7 @@ def _parameter_rows(
 ) -> list[MemoryRow]:
     trained_bytes = _kept_bytes(trained, sharded)
     parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
-    # Below stage 3 all are whole, and none is kept so beside others that are not.
+    # Unsharded parameters of a sharded model. Below stage 3 there are none.
     small = [parameter for parameter in trained if parameter not in sharded.unit_of]
     kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
     frozen = set(model.parameters()) - set(trained)
@@ -97,14 +97,14 @@ def _parameter_rows(
 
 
 def _kept_bytes(parameters: Iterable[nn.Parameter], sharded: ShardedModel) -> int:
-    """Bytes of whole parameters in the dtype that they are kept in, as DDP holds them."""
+    """Returns bytes of whole parameters in their stored dtype, as in DDP."""
     units = sharded.unit_of
     return sum(p.numel() * units[p][1].bucket.precision.kept.itemsize if p in units else p.nbytes for p in parameters)
 
 
 def _gradient_rows(buckets: Sequence[Bucket], trained_bytes: int, held_bytes: Mapping[str, int]) -> list[MemoryRow]:
     kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
-    # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
+    # If whole gradients live until the step, they are on the device, even if their reduced shards are offloaded.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
     where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
     return [
@@ -127,7 +127,7 @@ def _state_rows(
 ) -> list[MemoryRow]:
     window_bytes = holder.window_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
-    # DDP has the state of this rank's rows, element by element, for all elements of the trained parameters.
+    # DDP has the same state per element for all elements of the trained parameters, not only for this rank's rows.
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
     shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
     rows = _in_tiers(
@@ -136,7 +136,7 @@ def _state_rows(
         lambda bucket: holder.state_bytes(bucket, shown[bucket]),
         lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
     )
-    # The first buckets are those that move, if any do.
+    # If only some buckets are offloaded, they are the first ones.
     if window_bytes:
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
@@ -149,7 +149,7 @@ def _in_tiers(
     nbytes_of: Callable[[Bucket], int],
     ddp_bytes_of: Callable[[Bucket], float] = lambda _: 0.0,
 ) -> list[MemoryRow]:
-    """A row for each tier that holds something, and at least one."""
+    """Returns a row for each tier with a nonzero number of bytes, and at least one row."""
     return _by_place(kind, {bucket: bucket.tier.name for bucket in buckets}, nbytes_of, ddp_bytes_of)
 
 
@@ -182,21 +182,21 @@ def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> li
     return [value for state in states for value in state if torch.is_tensor(value) and value.dim() > 0]
 
 
-# ---- The table of dtypes: of parameters, gradients as they travel, masters and moments ----
+# ---- The table of dtypes: parameters, gradients, masters and moments ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRow:
-    """The dtypes of parameters that go the same way, as torch spells them ("float32"); "none" for no tensor.
+    """Dtypes shared by some of the parameters, in torch's spelling ("float32"); "none" for no tensor.
 
     Attributes:
-        parameter: in forward and backward.
-        gradient: as autograd makes it.
-        reduce: in which it travels between the ranks.
-        accumulation: of a gradient that waits for further micro-batches.
-        step: of the reduced gradient, and of the tensors that the optimizer updates.
-        master: of the copy that is kept from step to step; the shard itself where stage 3 casts what it gathers.
-        moments: of the optimizer's state with one value an element, between steps.
+        parameter: dtype in forward and backward.
+        gradient: dtype of autograd's gradient.
+        reduce: dtype in which the gradient is reduced.
+        accumulation: dtype of a gradient that waits for further micro-batches.
+        step: dtype of the reduced gradient, and of the tensors updated by the optimizer.
+        master: dtype of the copy kept from step to step; of the shard itself if stage 3 casts in gathers.
+        moments: dtype of the elementwise optimizer state between steps.
     """
 
     parameter: str
@@ -210,7 +210,7 @@ class DtypeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeReport:
-    """One row for each way that trained parameters go."""
+    """One row for each different combination of dtypes of trained parameters."""
 
     rows: tuple[DtypeRow, ...]
 
@@ -221,7 +221,7 @@ class DtypeReport:
 def report_dtypes(
     buckets: Sequence[Bucket], config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
 ) -> DtypeReport:
-    """The dtypes of an engine's buckets. Moments are those of a trial step; "none" where an optimizer cannot be tried."""
+    """Returns the dtypes of an engine's buckets. Moments are from a trial step; "none" if an optimizer cannot be tried."""
     rows = []
     for bucket in buckets:
         index, group, precision = bucket.key.optimizer, bucket.key.group, bucket.precision

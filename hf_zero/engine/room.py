@@ -21,12 +21,12 @@ from ..optimizer.bucket_state import tier_bytes_needed
 from .split_model import Mesh
 
 _ROOM_TO_KEEP_WHOLE = 4
-"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
+"""`reshard_after_forward: auto` keeps parameters whole if they need less than 1 / this number of the free memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Bytes that a rank keeps off the training device."""
+    """Bytes stored by a rank outside of the training device."""
 
     host: int
     disk: int
@@ -63,16 +63,16 @@ def bytes_elsewhere(
             with_gradients=not on_disk,
             in_blocks=config.quantises_moments,
         )
-        # At least: whole buckets move. Anchors of outer steps lie beside masters.
+        # A lower bound, because whole buckets move. Anchors of outer steps are stored with masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
         host, disk = (0, moved) if on_disk else (moved, 0)
     if offload.moves_params:
-        # What lies in host memory already leaves its place there.
+        # Parameters already in host memory free their memory there.
         there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
         moved = max(0, share(model.parameters()) - there)
         host, disk = (host, disk + moved) if offload.params == "nvme" else (host + moved, disk)
         if offload.params == "nvme" and offload.moves_state:
-            # An fp32 parameter is its own master, in its file, which both counts above have.
+            # Both counts above include fp32 parameters, which are their own masters and have only one file.
             equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
             once = share(equal)
             host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
@@ -80,7 +80,7 @@ def bytes_elsewhere(
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
-    """Counts elements of an outer step's anchor and momentum on each of the ranks `among`, which hold the same shard."""
+    """Counts elements of an outer step's anchor and momentum on each of the ranks `among`, which store the same shard."""
     return -(-shard_numel // among.size) * (2 if outer.momentum else 1)
 
 
@@ -102,12 +102,13 @@ def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
 
 
 def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:
-    """Raises on every rank if memory or disk cannot hold the state that `offload` moves there.
+    """Raises on every rank if the offloaded state does not fit into host memory or on the disk.
 
-    Collective where something is moved.
+    Collective if something is offloaded.
 
     Raises:
-        MemoryError: host memory. OSError: the disk.
+        MemoryError: the state does not fit into host memory.
+        OSError: the state does not fit on the disk.
     """
     offload, ranks = config.offload, ranks_on_this_host()
     if not (offload.moves_state or offload.moves_params):
@@ -138,9 +139,9 @@ def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Tran
 
 
 def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:
-    """Whether a layer is dropped after its forward. `auto` keeps layers that take little free memory. Collective then."""
+    """Whether a layer is dropped after its forward. `auto`, which is collective, keeps layers if they need little free memory."""
     if config.reshard_after_forward != AUTO:
         return config.reshard_after_forward
     whole = sum(p.nbytes for p in model.parameters())
-    # One answer for all ranks, by the least free memory: a rank that gathers in backward needs all others there.
+    # Use the minimum of free memory, so that all ranks get the same answer: a gather in backward needs all ranks.
     return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))

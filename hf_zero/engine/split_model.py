@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
 
-# A model that tensor or expert parallelism has split over ranks: its DTensors become plain parameters of this rank's part.
+# Models split by tensor or expert parallelism: their DTensors become plain parameters with this rank's part.
 #
-# [Note: plain parameters, DTensors in forward] Buckets, tiers, kernels and stages need to know of plain tensors only, so
-# each DTensor gives its place to a plain parameter of the same name, which holds this rank's part. What splits the model
-# wants DTensors all the same: while a module's forward runs, it finds them under the names of its parameters, made of the
-# plain ones by an operation that autograd knows. Backward so takes gradients, in the layout of the parameter, to the plain
-# ones.
+# [Note: plain parameters, DTensors in forward] Buckets, tiers, kernels and stages handle only plain tensors. So each DTensor is
+# replaced by a plain parameter of the same name with this rank's part. But the parallelism's own code needs DTensors. So while a
+# module's forward runs, its parameters' names refer to DTensors made from the plain parameters by a differentiable operation.
+# Backward returns gradients to the plain parameters, in their layout.
 
 _SUMS_GRADIENTS = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
-"""transformers' forward of a norm over a split axis, which hooks its parameters to sum their gradients over the ranks."""
+"""transformers' forward of a norm over a split axis. It registers hooks on parameters to sum gradients over the ranks."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SplitParameter:
-    """This rank's part of a parameter that was a DTensor.
+    """This rank's part of a former DTensor parameter.
 
     Attributes:
-        box: which part.
-        mesh, placements: of the DTensor.
+        box: the part.
+        mesh: the DTensor's mesh.
+        placements: the DTensor's placements.
     """
 
     box: Box
@@ -56,7 +56,7 @@ class SplitParameter:
     placements: tuple[Any, ...]
 
     def as_dtensor(self, local: torch.Tensor) -> "DTensor":
-        """The whole tensor that `local` is this rank's part of; its gradient comes back to `local`."""
+        """Returns the DTensor with `local` as this rank's part. Differentiable."""
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(self.box.shape, device="meta").stride()
@@ -66,11 +66,11 @@ class SplitParameter:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the tensor is split over, in the order of the mesh."""
+        """The ranks over which the tensor is split, in the order of the mesh."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         ranks = self.mesh.mesh
-        # From the last: those before keep their numbers.
+        # From the last dimension, because the indices of earlier dimensions then stay valid.
         for dim in reversed(range(self.mesh.ndim)):
             if not _splits(self.placements[dim]) and self.mesh.ndim > 1:
                 ranks = ranks.select(dim, coordinate[dim])
@@ -78,22 +78,22 @@ class SplitParameter:
 
 
 class SplitModel:
-    """The parameters of a model that are split over ranks. Empty for a model of which each rank has all.
+    """The split parameters of a model. Empty if each rank has the whole model.
+
+    If experts are split over more ranks than the remaining model (`ep_size` above `tp_size`), the ranks with one copy of the
+    model form several sets, and each set computes a different batch.
 
     Args:
-        model: its DTensors are replaced by plain parameters, as are those in the groups of `optimizers`.
-
-    Where experts are split over more ranks than the rest (`ep_size` above `tp_size`), those that hold one copy of the model
-    together are several sets of ranks, each of which computes a batch of its own.
+        model: its DTensors are replaced by plain parameters.
+        optimizers: DTensors in their groups are replaced as well.
 
     Attributes:
-        parts: of each plain parameter that stands for a DTensor.
-        copy_ranks: that hold one copy of the model together, in the order of their parts.
-        ranks: those of them that compute a batch together with this one: all, unless experts are split over more.
+        parts: maps each plain parameter that replaces a DTensor to its part.
+        copy_ranks: the ranks that together have one copy of the model, in the order of their parts.
+        ranks: the ranks in `copy_ranks` that compute the same batch as this rank: all, unless experts are split over more ranks.
 
     Raises:
-        ConfigError: the model has DTensors and none is split, or one in a way that is not known, or over other ranks than
-            these.
+        ConfigError: the model has DTensors, but none is split; or one is split in an unsupported way or over different ranks.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
@@ -126,23 +126,23 @@ class SplitModel:
 
     @cached_property
     def experts(self) -> frozenset[nn.Parameter]:
-        """The parameters that are split over more ranks than compute a batch together."""
+        """The parameters split over more ranks than compute a batch together."""
         return frozenset(parameter for parameter, part in self.parts.items() if self._is_expert(part))
 
     def _is_expert(self, part: SplitParameter) -> bool:
         return self.ranks != self.copy_ranks and len(part.ranks) == len(self.copy_ranks)
 
     def box_of(self, parameter: torch.Tensor) -> Box:
-        """Which part of the whole parameter this rank has."""
+        """Returns this rank's part of the whole parameter."""
         part = self.parts.get(parameter) if isinstance(parameter, nn.Parameter) else None
         return Box.whole(parameter.shape) if part is None else part.box
 
     def boxes(self) -> dict[str, Box]:
-        """`box_of` each of the model's parameters, by name."""
+        """Returns `box_of` of each parameter of the model, by name."""
         return {name: self.box_of(parameter) for name, parameter in self._model.named_parameters()}
 
     def restore(self) -> None:
-        """Puts the DTensors back, with the values that the plain parameters have now."""
+        """Restores DTensors, with the present values of the plain parameters."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -157,7 +157,7 @@ class SplitModel:
     def _replace(self, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
         local = dtensor.detach().to_local()  # type: ignore[attr-defined]  # A DTensor, which nn.Parameter does not say.
         plain = nn.Parameter(local, requires_grad=dtensor.requires_grad)
-        # Attributes that other libraries have set on the parameter go along.
+        # Keep attributes that other libraries have set on the parameter.
         plain.__dict__.update(dtensor.__dict__)
         self.parts[plain] = part
         return plain
@@ -165,8 +165,8 @@ class SplitModel:
     def _to_dtensor(self, part: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self._is_expert(part):
             return part.as_dtensor
-        # Tokens come from several batches, whose losses are means of their own: the gradient is made the mean over them, so that
-        # it has what the gradient of any other parameter has.
+        # Tokens come from several batches, each with its own mean loss. Scale the gradient to the mean over these batches, as for
+        # all other parameters.
         mean = len(self.ranks) / len(self.copy_ranks)
         return lambda value: part.as_dtensor(_ScaleGradient.apply(value, mean))
 
@@ -183,7 +183,7 @@ class SplitModel:
                 optimizer.state[others[id(held)]] = _as_local(optimizer.state.pop(held))
 
     def _prepare(self, module: nn.Module) -> None:
-        """Has a module's forward see DTensors, and its `state_dict` hold them."""
+        """Makes a module's forward use DTensors, and its `state_dict` return them."""
         own = {name: self.parts[p] for name, p in module._parameters.items() if p in self.parts}
         stock = module.forward
         is_summing = getattr(stock, "__qualname__", "") == _SUMS_GRADIENTS
@@ -195,7 +195,7 @@ class SplitModel:
         }
         run = stock
         if is_summing:
-            # Its hooks would come behind the engine's own, which take gradients away.
+            # Its hooks would run after the engine's hooks, which remove gradients.
             nonlocals = inspect.getclosurevars(stock).nonlocals
             mesh = inspect.getclosurevars(nonlocals["_all_reduce_grad"]).nonlocals["mesh"]
             run, group = nonlocals["original_forward"], mesh.get_group()
@@ -203,7 +203,7 @@ class SplitModel:
             convert |= {name: _sum_of_gradients_over(group) for name in summed}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # A read may wait for a gather, and then leaves the module with another dict.
+            # Read before saving the dict, because a read may wait for a gather, which then replaces the module's dict.
             held = {name: module._parameters[name] for name in convert}
             before: Any = module.__dict__["_parameters"]
             shown = {name: convert[name](value) for name, value in held.items() if value is not None}
@@ -214,7 +214,7 @@ class SplitModel:
                 module.__dict__["_parameters"] = before
 
         def undo() -> None:
-            # A script may have wrapped `forward` since: the script's wrapper stays.
+            # If a script has wrapped `forward` since, the script's wrapper stays.
             if module.__dict__.get("forward") is forward:
                 if had_own:
                     changed.forward = stock
@@ -230,7 +230,7 @@ class SplitModel:
 
 
 class _StateDictHook:
-    """Has a module's `state_dict` hold DTensors, as the model's did, so that savers know them for parts."""
+    """Makes a module's `state_dict` return DTensors, as before the engine, so that savers recognize parts."""
 
     def __init__(self, own: Mapping[str, SplitParameter]):
         self._own = own
@@ -238,7 +238,7 @@ class _StateDictHook:
     def __call__(self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, part in self._own.items():
             value = state_dict.get(f"{prefix}{name}")
-            # With `keep_vars` parameters are asked for themselves.
+            # With `keep_vars`, the caller wants the parameters themselves.
             if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) or is_dtensor(value)):
                 state_dict[f"{prefix}{name}"] = part.as_dtensor(value)
 
@@ -253,7 +253,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # A clone: the all-reduce writes in place, and autograd may give the same gradient to other nodes.
+        # Clone, because the all-reduce writes in place, and autograd may pass the same gradient to other nodes.
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None
@@ -280,7 +280,9 @@ def read_part(box: Box, interval: Interval, read: Callable[[Interval], torch.Ten
     """Reads elements of a part with a reader of the whole tensor.
 
     Args:
-        interval: of the part.
+        box: the part.
+        interval: the elements to read, as indices in the part.
+        read: reads elements of the whole tensor.
     """
     if box.is_whole:
         return read(interval)
@@ -290,13 +292,14 @@ def read_part(box: Box, interval: Interval, read: Callable[[Interval], torch.Ten
 def whole_tensors(
     parts: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], copy: Transport, *, wanted: bool
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors of the ranks' parts of them where `wanted`, and {} elsewhere. Collective; one tensor travels at a time.
+    """Returns the whole tensors of the ranks' parts if `wanted`, otherwise {}. Collective; sends one tensor at a time.
 
     Args:
-        parts: on this rank, by name; tied ones under each of theirs.
-        boxes: of the parameters, by the first of their names.
+        parts: this rank's parts, by name; tied tensors under each of their names.
+        boxes: the parameters' parts, by the first name of each parameter.
+        copy: connects the ranks that together have the tensors.
     """
-    # Reversed: the first of the names of a tied tensor is set last, and stays.
+    # Reversed, so that a tied tensor keeps the first of its names.
     first_name = {id(parts[name]): name for name in reversed(list(boxes)) if name in parts}
     found: dict[str, torch.Tensor] = {}
     made: dict[int, torch.Tensor] = {}
@@ -306,7 +309,7 @@ def whole_tensors(
             found[name] = part
             continue
         if id(part) not in made:
-            # As bytes: numpy has no bfloat16.
+            # As bytes, because numpy has no bfloat16.
             everyone = copy.exchange((box, part.contiguous().view(torch.uint8).numpy()), "whole tensors")
             made[id(part)] = _put_together(box.shape, part.dtype, everyone) if wanted else part
         found[name] = made[id(part)]
@@ -330,7 +333,7 @@ def _as_local(state: Any) -> Any:
 
 def is_dtensor(value: object) -> bool:
     """Whether a value is a DTensor."""
-    # Where nobody has imported them, which takes a second, there are none.
+    # If nobody has imported the module, which costs a second, there are no DTensors.
     home = sys.modules.get("torch.distributed.tensor")
     return home is not None and isinstance(value, home.DTensor)
 
@@ -340,8 +343,8 @@ def _splits(placement: Any) -> bool:
 
 
 def _together(model: nn.Module, parts: Mapping[str, SplitParameter], copy: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of a copy that compute a batch together with this one."""
-    # Of transformers. Where nothing is said, all of them do.
+    """Returns the ranks of a copy that compute the same batch as this rank."""
+    # transformers' config. Without `tp_size`, all ranks of the copy compute the same batch.
     said = getattr(getattr(model, "config", None), "distributed_config", None)
     size = min(getattr(said, "tp_size", len(copy)), len(copy))
     first = copy.index(dist.get_rank()) // size * size
@@ -360,7 +363,7 @@ def _part_of(name: str, dtensor: Any) -> SplitParameter:
     mesh, box = dtensor.device_mesh, Box.whole(dtensor.shape)
     coordinate = mesh.get_coordinate()
     for dim, placement in enumerate(dtensor.placements):
-        # transformers' packed weights are in `_StridedShard`s, which in some releases of torch are no `Shard`s.
+        # transformers' packed weights use `_StridedShard`, which is not a subclass of `Shard` in some releases of torch.
         along = getattr(placement, "dim", None)
         if placement.is_replicate():
             continue
@@ -380,23 +383,24 @@ def _unknown(name: str, dtensor: Any, more: str) -> ConfigError:
     )
 
 
-# Checks that the ranks of a model that is split over them work together: same batches, same values where all have them.
+# Checks of a split model: its ranks must have the same batches, and equal values of parameters that are not split.
 
 _FORWARDS = 2
 _STEPS = 2
 
 
 class DifferentBatchesError(RuntimeError):
-    """Ranks that hold one copy of a model together were given different batches."""
+    """Ranks with parts of one copy of a model got different batches."""
 
 
 class CopyChecks:
-    """Compares, in the first forwards and steps, the inputs and values that a copy's ranks must share.
+    """Compares, in the first forwards and steps, inputs and values that must be equal on a copy's ranks.
 
     Args:
-        everyone: all ranks, who fail together.
-        copy: the ranks of this copy of the model.
-        buckets: of trained and of frozen parameters.
+        split: the split parameters.
+        everyone: connects all ranks, which raise together.
+        copy: connects the ranks of this copy of the model.
+        buckets: the buckets of trained and of frozen parameters.
     """
 
     def __init__(self, split: SplitModel, everyone: Transport, copy: Transport, buckets: Sequence[Bucket]):
@@ -414,11 +418,11 @@ class CopyChecks:
         return self._forwards < _FORWARDS
 
     def is_first_with(self, name: str) -> bool:
-        """Whether this rank is the first of its copy that has its part of a parameter."""
+        """Whether this rank is the first of its copy with its part of a parameter."""
         return name not in self._held_before
 
     def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""
+        """Raises `DifferentBatchesError` on all ranks if ranks of a copy have different batches. Collective."""
         self._forwards += 1
         for ranks, other in differing([*args, *kwargs.values()], self._everyone, self._ranks):
             raise DifferentBatchesError(
@@ -428,18 +432,18 @@ class CopyChecks:
             )
 
     def is_due(self, step: int, *, every: int) -> bool:
-        """Whether values are compared behind this step: the first few, and each `every`-th."""
+        """Whether values are compared after this step: after the first few steps, and after each `every`-th step."""
         return step <= _STEPS or (every > 0 and step % every == 0)
 
     @torch.no_grad()
     def compare_values(self, step: int) -> None:
-        """Raises `ReplicasDivergedError` where a parameter that is not split has become different ones. Collective."""
+        """Raises `ReplicasDivergedError` if ranks have different values of a parameter that is not split. Collective."""
         mine = self._checksums()
         everyone = self._everyone.exchange(mine, "comparison of what is not split")
         for ranks in dict.fromkeys(self._ranks):
             for rank in ranks[1:]:
                 first, other = everyone[ranks[0]], everyone[rank]
-                # Only runs that both ranks have: shards of a copy's ranks may begin at other elements.
+                # Compare only intervals on both ranks, because shards of a copy's ranks may begin at different elements.
                 for key in first.keys() & other.keys():
                     if first[key] != other[key]:
                         raise ReplicasDivergedError(
@@ -449,7 +453,7 @@ class CopyChecks:
                         )
 
     def _checksums(self) -> dict[tuple[str, int, int], int]:
-        """Of each run of elements that this rank has of parameters that are not split: name and interval → checksum."""
+        """Returns the checksum of each interval of an unsplit parameter on this rank, by (name, start, stop)."""
         held: dict[tuple[str, int, int], torch.Tensor] = {}
         for bucket in self._buckets:
             own = None if isinstance(bucket.memory, UnshardedMemory) else bucket.memory.read_own()
@@ -468,7 +472,7 @@ class CopyChecks:
 
 
 def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) -> set[str]:
-    """Names of the parameters of which a rank with a smaller place has the same part."""
+    """Returns names of parameters of which a rank with a smaller index has the same part."""
     found = {of_rank: boxes for of_rank, boxes in everyone}
     mine = found[place]
     return {name for before in range(place) for name, box in found[before].items() if mine.get(name) == box}
@@ -477,13 +481,13 @@ def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) 
 def differing(
     batch: Sequence[Any], everyone: Transport, sets: Iterable[tuple[int, ...]]
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Sets of ranks, each with a rank of the set whose batch is not that of the set's first. Collective."""
+    """Returns sets of ranks with a rank whose batch differs from the batch of the set's first rank. Collective."""
     digests = everyone.exchange(_digest_of(batch), "comparison of batches")
     return [(ranks, rank) for ranks in sets for rank in ranks if digests[rank] != digests[ranks[0]]]
 
 
 def _digest_of(values: Sequence[Any]) -> str:
-    """A digest of the tensors in a batch, of their dtypes and their shapes."""
+    """Returns a digest of the tensors in a batch, including their dtypes and shapes."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, Mapping):
@@ -496,15 +500,17 @@ def _digest_of(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The groups of ranks that this rank is in.
+    """The groups of this rank.
 
     Attributes:
-        split: the model's parameters of which a rank has a part, by tensor or expert parallelism.
-        world_groups, world: of all ranks of the run.
-        dp: the ranks that hold the same part of the model.
-        expert_dp: the same for experts that are split over more ranks than compute a batch together; else `dp`.
-        tp: between the ranks that compute a batch together; this rank alone, unless the model is split.
-        model_parallel: between the ranks that hold one copy of the model together; `tp`, but for such experts.
+        split: the parameters split by tensor or expert parallelism.
+        world_groups: the group of all ranks of the run.
+        world: connects all ranks of the run.
+        dp: the ranks with the same part of the model.
+        expert_dp: the ranks with the same experts, if experts are split over more ranks than compute a batch together; otherwise
+            `dp`.
+        tp: connects the ranks that compute a batch together; only this rank, unless the model is split.
+        model_parallel: connects the ranks that together have one copy of the model. Differs from `tp` only with such experts.
     """
 
     split: SplitModel
@@ -525,7 +531,7 @@ class Mesh:
             return cls(
                 split=split, world_groups=groups, world=world, dp=dp, expert_dp=dp, tp=alone, model_parallel=alone
             )
-        # All ranks, and those of a copy, have no state of their own to share: they only agree.
+        # The groups of all ranks, and of a copy's ranks, share no state. They are only used for agreements.
         plain = CommConfig(timeout_s=comm.timeout_s, late_s=comm.late_s, node_size=comm.node_size)
         groups = Groups.create(stage=1, device_type=device.type, comm=plain)
         world = choose_transport(groups, device, groups.timeout_s)
@@ -554,9 +560,9 @@ class Mesh:
         return self.expert_dp if parameter in self.split.experts else self.dp
 
     def place_of(self, parameter: torch.Tensor) -> tuple[tuple[int, ...], int]:
-        """The ranks with the same part of a parameter, and this rank's shard: where both are the same, there are copies.
+        """Returns the ranks with the same part of a parameter, and this rank's shard. Ranks with equal results have copies.
 
-        All of the ranks: those that share experts may begin with the same rank as those that share the rest.
+        Includes all ranks of the group, because the groups of experts and of other parameters may begin with the same rank.
         """
         groups = self.group_of(parameter).all_groups
         return groups.world.ranks, groups.shard_rank
@@ -576,12 +582,12 @@ class Mesh:
 
     @property
     def agreement(self) -> Transport | Agreement:
-        """Between the ranks of which each has its share of a step's gradients."""
+        """Connects the ranks that each have a share of a step's gradients."""
         if self.split.experts:
-            # Ranks that share the experts are not those that share the rest.
+            # The groups of experts differ from the groups of other parameters.
             return self.world
         if self.dp.groups.shard_size == 1:
-            # Ranks that hold the same part have found the same already.
+            # Ranks with the same part already have the same values.
             return self.model_parallel
         return self.dp.transport if self.split.is_empty else Agreement(self.dp.transport, self.model_parallel)
 

@@ -23,19 +23,19 @@ from .models import is_outside
 from .split_model import read_part
 from .state_rows import fill_rows, state_rows, state_scalars
 
-# ---- This rank's part of the model's weights, for sharded checkpoints: each element is on exactly one rank ----
+# ---- This rank's part of the model's weights for sharded checkpoints, with each element on exactly one rank ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnWeights:
-    """A run of one parameter's elements, `interval`, row-major, and their values: 1-D, live where they are not cast."""
+    """The elements `interval` of one parameter, row-major, with their values: 1-D, a view of live memory unless cast."""
 
     parameter: nn.Parameter
     interval: Interval
     values: torch.Tensor
 
 
-# ---- This rank's part of what a checkpoint saves and loads: masters, optimizer state, weights ----
+# ---- This rank's part of a checkpoint: masters, optimizer state, weights ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,9 @@ class SavedState:
     """This rank's masters and optimizer state for a checkpoint; empty until filled.
 
     Attributes:
-        scalars: parameter name → state that is one value for the whole parameter (`step`).
-        groups: each optimizer with the names of the trained parameters in each of its groups.
+        rows: masters and elementwise state.
+        scalars: maps parameter names to state with one value for the whole parameter (`step`).
+        groups: each optimizer, with the names of the trained parameters in each of its groups.
     """
 
     rows: list[StateRow] = field(default_factory=list)
@@ -56,7 +57,7 @@ class EngineState:
     """`ZeroEngine.state`: reads and replaces this rank's state for checkpoints.
 
     Args:
-        share: sends this rank's part of some buckets' parameters to the ranks that hold them whole.
+        share: sends this rank's part of some buckets to the ranks with whole parameters.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class EngineState:
 
     @cached_property
     def _first_with(self) -> frozenset[str]:
-        """Names of the trained parameters of which this rank is the first that has its part of the state."""
+        """Names of trained parameters for which this rank is the first with its part of the state."""
         return frozenset(slot.name for slot in self._parts.slot_of.values() if slot.bucket.group.is_first)
 
     def _is_first_with(self, name: str) -> bool:
-        """Whether this rank is the first of its copy of the model that has its part of a parameter."""
+        """Whether this rank is the first of its copy of the model with its part of a parameter."""
         return self._parts.copies is None or self._parts.copies.is_first_with(name)
 
     @property
     def _replica(self) -> int:
-        """Number of the model, among several that only outer steps bring together."""
+        """Index of this rank's model among several models that are averaged only in outer steps."""
         return 0 if self._parts.outer is None else self._parts.outer.replica
 
     # ---- masters and optimizer state ----
 
     def rows(self) -> Iterator[StateRow]:
-        """This rank's masters and optimizer state, row by row."""
+        """Yields this rank's masters and optimizer state, row by row."""
         parts = self._parts
         self._follow_state_edits()
         yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica, is_outside)
@@ -100,14 +101,14 @@ class EngineState:
             sharded.follow_state_edits()
 
     def residual_rows(self) -> Iterator[StateRow]:
-        """Copies this rank's quantisation residuals as rows of whole parameters."""
+        """Copies this rank's quantization residuals as rows of whole parameters."""
         return self._parts.wire.reduction.rows()
 
     def rows_to_save(self) -> Iterator[StateRow]:
-        """Rows that no other rank writes.
+        """Yields the rows written only by this rank.
 
-        Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
-        own. Residuals are of each rank's batches: their own, but for ranks that compute a batch together.
+        Ranks of a replicate group have the same rows, written by the first rank, unless outer steps give each rank different
+        optimizer state. Residuals depend on the batch, so each rank writes its own, unless ranks compute a batch together.
         """
         each_has_its_own = self._parts.mesh.dp.all_groups.outer is not None
         own: Iterator[StateRow] = iter(())
@@ -116,12 +117,12 @@ class EngineState:
         yield from (row for row in chain(own, self.residual_rows()) if self._is_first_with(row.name))
 
     def to_save(self) -> SavedState:
-        """Everything that this rank writes to a checkpoint, but for the model's weights."""
+        """Returns everything that this rank writes to a checkpoint except the model's weights."""
         scalars = {name: held for name, held in self.scalars().items() if name in self._first_with}
         return SavedState(rows=list(self.rows_to_save()), scalars=scalars, groups=self.groups())
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state of this rank's rows that is one value for a whole parameter (`step`), by parameter name."""
+        """Returns optimizer state with one value per parameter (`step`) of this rank's rows, by parameter name."""
         self._follow_state_edits()
         return state_scalars(self._optimizers, list(self._parts.row_of.values()))
 
@@ -136,7 +137,7 @@ class EngineState:
         fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica, is_outside)
         if parts.outer is not None:
             parts.outer.fill(read, kinds_of)
-        # The fill has written to rows: the next forward would refuse that as a script's unsent write.
+        # Count the writes to rows as known. Otherwise the next forward would refuse them as unsent writes by the script.
         self._row_writes.follow(parts.buckets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,7 +145,7 @@ class EngineState:
         return {slot.name: self.box_of(slot.parameter).shape for slot in self._parts.slot_of.values()}
 
     def master_dtypes(self) -> dict[str, torch.dtype]:
-        """Name → dtype in which every trained parameter is stepped."""
+        """Maps the name of every trained parameter to its master dtype."""
         return {slot.name: slot.bucket.precision.master for slot in self._parts.slot_of.values()}
 
     def box_of(self, parameter: torch.Tensor) -> Box:
@@ -152,12 +153,12 @@ class EngineState:
         return self._parts.mesh.split.box_of(parameter)
 
     def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """Gathers the whole tensor from a copy's parts of a parameter, or of a tensor of its shape. Collective over the copy."""
+        """Gathers a whole parameter, or a tensor of its shape, from a copy's parts. Collective over the copy."""
         split = self._parts.mesh.split.parts.get(parameter)
         return part if split is None else split.as_dtensor(part).full_tensor()
 
     def boxes(self) -> dict[str, Box]:
-        """Name → part of each parameter of the model of which this rank's model has not all."""
+        """Maps names to this rank's parts of split parameters."""
         split = self._parts.mesh.split
         return {} if split.is_empty else {name: box for name, box in split.boxes().items() if not box.is_whole}
 
@@ -168,7 +169,7 @@ class EngineState:
 
     @property
     def split_sizes(self) -> tuple[int, int]:
-        """How many ranks compute a batch together, and how many hold a copy of the model together."""
+        """Numbers of ranks that compute a batch together, and that together have a copy of the model."""
         split = self._parts.mesh.split
         return len(split.ranks), len(split.copy_ranks)
 
@@ -177,19 +178,21 @@ class EngineState:
         return self._parts.mesh.group_of(tensor)
 
     def writes(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether this rank writes a parameter that several ranks have whole."""
+        """Whether this rank writes a parameter stored whole on several ranks."""
         return self.group_of(parameter).all_groups.rank == 0 and self._is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
-        """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
+        """Returns each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
         slot_of = self._parts.slot_of
         return [(sharded.optimizer, sharded.group_names(slot_of)) for sharded in self._optimizers]
 
     def itemsizes(self, optimizer: int, group: int, dtype: torch.dtype) -> tuple[int, ...] | None:
-        """Bytes an element of each kind of state that a step makes for parameters of `dtype`; None where a trial does not tell.
+        """Bytes per element of each kind of optimizer state for parameters of `dtype`; None if a trial step cannot determine it.
 
         Args:
-            optimizer, group: by number; -1 is no optimizer, and no state.
+            optimizer: index of the optimizer; -1 for none, which has no state.
+            group: index of the group.
+            dtype: dtype of the parameters.
         """
         if optimizer < 0:
             return ()
@@ -199,15 +202,15 @@ class EngineState:
     # ---- weights ----
 
     def bucketed_parameters(self) -> list[nn.Parameter]:
-        """All that `own_weights` hands out parts of, on some rank."""
+        """Returns all parameters of which `own_weights` yields parts on some rank."""
         return [slot.parameter for bucket in self._parts.all_buckets for slot in bucket.slots]
 
     def own_weights(self) -> Iterator[OwnWeights]:
-        """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        # Ranks of a replicate group have copies of one part.
+        """Yields this rank's part of the model's present parameters in buckets. Each element is yielded on one rank."""
+        # Ranks of a replicate group have the same part.
         for bucket in (bucket for bucket in self._parts.all_buckets if bucket.group.is_first):
             if bucket.precision.weights is not None:
-                # Parameters have been through blocks.
+                # Quantized gathers have rounded the parameters, so use the masters.
                 for row in (row for row in bucket.rows if self._is_first_with(row.slot.name)):
                     master = self._parts.holder.master_view(row).detach().reshape(-1)
                     yield OwnWeights(
@@ -224,10 +227,11 @@ class EngineState:
     def load_weights(
         self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
     ) -> None:
-        """Replaces this rank's part of the model but for parameters that are left out. `share_weights` has to follow.
+        """Replaces this rank's part of the model, except parameters in `left_out`. Call `share_weights` afterwards.
 
         Args:
-            read: gives runs of whole parameters.
+            read: (parameter, interval of the whole parameter) → the values, a 1-D host tensor.
+            left_out: parameters that are not replaced.
         """
         self.load_own_weights(
             lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter)), left_out
@@ -236,12 +240,13 @@ class EngineState:
     def load_own_weights(
         self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
     ) -> None:
-        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`).
+        """Like `load_weights`, but the intervals of `read` refer to this rank's part of a parameter (`box_of`).
 
         Args:
-            read: (parameter, run of its elements) → their values, a 1-D host tensor.
+            read: (parameter, interval of this rank's part) → the values, a 1-D host tensor.
+            left_out: parameters that are not replaced.
         """
-        # A gather of the last step still writes to the parameters, and would overwrite the loaded values.
+        # Running gathers of the last step would overwrite the loaded values.
         self._parts.parameter_gather.finish_all()
         for bucket in self._parts.all_buckets:
             fetched = self._parts.holder.fetched_master(bucket) if bucket.trained else nullcontext()
@@ -250,12 +255,12 @@ class EngineState:
                     if slot.parameter not in left_out:
                         values = read(slot.parameter, part.in_parameter)
                         bucket.memory.write_own_part(part.in_shard, values)
-                        # The master, too: the next step would begin at the weights before the load.
+                        # Write the master, too. Otherwise the next step would start from the weights before the load.
                         if bucket.precision.has_master:
                             bucket.master[part.in_shard.start : part.in_shard.stop].copy_(values)
 
     def share_weights(self) -> None:
-        """Sends the loaded parts to ranks that hold parameters whole. Collective."""
+        """Sends the loaded parts to ranks with whole parameters. Collective."""
         parts = self._parts
         if parts.outer is not None:
             parts.outer.start_from_masters()
@@ -264,7 +269,7 @@ class EngineState:
         parts.parameter_gather.finish_all()
 
     def share_outside(self) -> None:
-        """Sends what a `fill` has loaded of parameters outside of all models to all ranks. Collective."""
+        """Sends parameters outside of all models to all ranks after a `fill`. Collective."""
         loaded = [bucket for bucket in self._parts.buckets if is_outside(bucket.slots[0].name)]
         for bucket in loaded:
             with self._parts.holder.fetched_master(bucket):
@@ -275,8 +280,8 @@ class EngineState:
             self._parts.parameter_gather.finish_all()
 
     def follow_edits(self) -> None:
-        """Takes values that a script wrote into parameters into their masters."""
-        # Only those: a master in a file would be read and written for nothing.
+        """Copies a script's edits of parameters into the masters."""
+        # Only edited buckets, because a master in a file would be read and written for nothing.
         for bucket in (bucket for bucket in self._parts.buckets if bucket.edited_rows):
             with self._parts.holder.fetched_master(bucket):
                 bucket.follow_edits()

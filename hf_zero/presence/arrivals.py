@@ -79,9 +79,9 @@ def _break(backend: Any, group: dist.ProcessGroup) -> None:
 # belongs to a predecessor.
 #
 # [Note: the end of a run] Finished ranks wait for the others. With thousands of ranks, a finished rank cannot query each of the
-# others, so the store counts the processes that have left or ended. A process adds itself when leaving. A process that ended
-# without a message is added by the ranks of its host, which are listed in the store. The counter's name contains the name of
-# rank 0's process, because a restarted run may have its predecessor's store.
+# others, so a counter in the store contains the processes that have left or ended. A process counts itself when leaving. If it
+# ended without doing so, the ranks of its host count it. The store lists the ranks of each host. The counter's name contains the
+# name of rank 0's process, because a restarted run may use its predecessor's store.
 
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
 
@@ -433,7 +433,7 @@ class _Answerer(_Barrier):
         call = self._read("call")
         if call != self._call:
             self._call = call
-            # A new call may come long after this rank's arrival, so the time limit starts at the call.
+            # Rank 0 may call long after this rank's arrival, so the time limit starts at the call.
             self._began_s = time.monotonic()
             self._look_s = _LOOK_S
             self._store.set(f"answer {dist.get_rank()}", f"{call} {self._name}")

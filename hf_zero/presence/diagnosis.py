@@ -26,7 +26,7 @@ class RankReport:
         has_ended, is_stopped: as far as this host can see.
         has_left: whether the rank has reached the end of its script.
         words, culprits: its last error, and the ranks blamed by the error; the rank itself if the error is its own.
-        where: its answer; None for a rank without an answer.
+        where: its state, from its answer; None without an answer.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class StragglerReport:
 
     @property
     def others_apart(self) -> list[int]:
-        """Lists the ranks waiting in other collectives than this one."""
+        """Lists the ranks waiting in collectives different from this rank's."""
         return [
             rank
             for rank, each in self.rank_reports.items()
@@ -281,13 +281,13 @@ def _ranks(ranks: list[int]) -> str:
 # culprit that is alive is in no wait that could fail, so it is informed through the store, and its own thread ends its process.
 #
 # If two ranks wait in collectives of training that each has started and the other has not, both wait forever, for example if
-# one rank calls the model once more. This is checked after a few seconds, and ended at once.
+# one rank calls the model more often. This is checked after a few seconds, and such a wait is ended at once.
 #
-# Not every wait may be ended because of a living rank outside of the collective. Ranks meet in barriers and exchanges after work
-# that takes a single rank long (loading, saving). There a rank is late only if it has ended, does not answer, or has waited as
-# long in another collective. In a collective of training, a rank is late wherever it is. In a save, a rank is late if it has
-# begun fewer saves, wherever it is: a rank that has begun this save may write for long. Nothing is ended if all ranks wait in the
-# same collective, because a slow link is not a late rank.
+# Not every wait may be ended because of a living rank outside of the collective. Ranks meet in barriers and exchanges after long
+# work of a single rank (loading, saving). There, a rank is late only if it has ended, does not answer, or has waited as long in a
+# different collective. In a collective of training, every rank outside of it is late. In a save, a rank is late if it has begun
+# fewer saves, because a rank that has begun this save may write for a long time. Nothing is ended if all ranks wait in the same
+# collective, because a slow link is not a late rank.
 #
 # An accelerator's host does not wait for a collective: its queue does, and the host blocks in its next call that needs a result.
 # There the last collective counts as a wait if it was started long enough ago, and a rank is late if it has started fewer.
@@ -384,7 +384,8 @@ def is_to_end(report: StragglerReport) -> bool:
         for rank, each in rank_reports.items()
         if rank in report.others_apart
     )
-    # Two ranks in two collectives wait for each other. A rank new in another collective may still come here.
+    # Two ranks in different collectives wait for each other. A rank that has just begun a different collective may still reach
+    # this one.
     if any(waits_as_long):
         return True
     # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).

@@ -122,11 +122,11 @@ class ErrorHook:
         said = str(losses or reason or "".join(traceback.format_exception(kind, error, trace)))
         is_left = write_error_file(summary, said)
         if isinstance(error, ConfigError):
-            # The position in hf_zero does not matter to a user with a wrong setting.
+            # For a wrong setting, the line inside hf_zero does not matter to the user, only the line of the script.
             trace, error.__cause__, error.__suppress_context__ = _line_of_the_script(trace), None, True
         if reason is not None and _is_told_by_the_main_rank(error):
             if is_left and isinstance(error, ConfigError):
-                # The launcher shows the error once more.
+                # The launcher shows the error again.
                 return
             print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
             return

@@ -35,7 +35,7 @@ def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
     if is_whole and not (is_watched and torch.is_grad_enabled()):
         return True
     if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
-        # Gathered parameters have no vmap dimension, so vmap alone can run the hooks.
+        # Gathered parameters have no vmap dimension, so the hooks may run inside vmap.
         return False
     if refuses:
         raise RuntimeError(TRANSFORMED)

@@ -36,7 +36,7 @@ class NonFiniteCheck:
     kernels from writing. With `nonfinite: skip` the norm is read before the step. If a loss scaler has unscaled the gradients,
     nothing is checked here: the scaler itself skips bad steps.
 
-    All ranks compute the same norm, so they decide alike.
+    All ranks compute the same norm, so their decisions are the same.
 
     Args:
         model: the model with the parameters' names, for errors.
