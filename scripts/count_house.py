@@ -62,11 +62,11 @@ LAST = {
     "files with four or more titles": 12,
     "Callable parameters of the engine": 47,
     "attribute chains of four or more of the engine": 34,
-    "first lines of docstrings with a pronoun (%)": 35,
-    "comments with a pronoun (%)": 45,
+    "first lines of docstrings with a pronoun (%)": 7,
+    "comments with a pronoun (%)": 10,
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
-    "settings": 42,
+    "settings": 41,
     "private names of others": 99,
 }
 """The last count of each bounded row. Lower a number after a row has fallen; raise one only with a reason."""
