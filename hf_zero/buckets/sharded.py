@@ -400,7 +400,7 @@ class ShardedParametersError(RuntimeError):
     """An operation needs whole parameters, but got sharded ones."""
 
 
-class ShardedValues(Guarded):
+class ShardedParameter(Guarded):
     """Guards a tensor whose values are sharded."""
 
     __slots__ = ()
@@ -426,7 +426,7 @@ class ShardedValues(Guarded):
                 return _differentiate(func, args[0], inputs, kwargs)
             kwargs["inputs"], args = inputs, args[:1]
         for tensor in leaves((args, kwargs)):
-            if isinstance(tensor, ShardedValues):
+            if isinstance(tensor, ShardedParameter):
                 _fetch(_parameter_behind(tensor), func)
         return func(*_whole(args), **_whole(kwargs))
 
@@ -438,13 +438,13 @@ class ShardedValues(Guarded):
         return repr(self)
 
 
-class ShardedAlias(ShardedValues, torch.Tensor):
+class ShardedAlias(ShardedParameter, torch.Tensor):
     """Stands for `p.data` and `p.detach()` while `p` is sharded. Reading its values counts as reading `p`."""
 
     _parameter: nn.Parameter
 
 
-_HIDDEN = Guard(ShardedValues)
+_HIDDEN = Guard(ShardedParameter)
 
 hide_all = _HIDDEN.guard
 """Guards parameters from now on, because their values are sharded: torch calls the guard before each operation."""
@@ -465,7 +465,7 @@ def show_values(parameter: nn.Parameter) -> None:
 
 
 def are_hidden(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, ShardedValues)
+    return isinstance(parameter, ShardedParameter)
 
 
 def unreadable(name: str, operation: str) -> ShardedParametersError:
@@ -530,7 +530,7 @@ def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -
     operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     # An operand with one value per element would have to be cut like the parameter. Scalars, as numbers or tensors, apply to
     # every shard.
-    if any(isinstance(each, ShardedValues) or each.dim() > 0 for each in operands):
+    if any(isinstance(each, ShardedParameter) or each.dim() > 0 for each in operands):
         return False
     if engine is None or not are_hidden(parameter):
         return False

@@ -26,10 +26,10 @@ from ..offload.activations import ActivationsInHostMemory
 from ..offload.choice import Placement, choose_tiers
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
-from ..optimizer.holder import StateHolder, StepChoice
-from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
+from ..optimizer.storage import OptimizerStorage, StepChoice
+from ..optimizer.storage_choice import StorageChoice
 from ..optimizer.trial import Finding
 from ..stage3.sharded_model import ShardedModel
 from ..stage3.unit import Unit
@@ -57,22 +57,22 @@ from .split_model import CopyChecks, Mesh, SplitModel
 from .wire import Wire, choose_wire
 
 
-def choose_holder(
+def choose_storage(
     config: ZeroConfig,
     tier: Tier,
     optimizers: Sequence[torch.optim.Optimizer],
     transport: Transport,
     *,
     nonfinite: NonFiniteCheck,
-) -> StateHolder:
-    """Chooses the holder of optimizer state in this tier, and how it is stepped.
+) -> OptimizerStorage:
+    """Chooses the storage of optimizer state in this tier, and how it is stepped.
 
     Args:
         nonfinite: checks the gradients before a step.
     """
-    places = Places(config, tier, optimizers)
-    return StateHolder(
-        place=places.of,
+    stored = StorageChoice(config, tier, optimizers)
+    return OptimizerStorage(
+        choose_state=stored.of,
         choice=_choose_steps(config, tier, nonfinite),
         files=tier.files,
         transport=transport,
@@ -195,7 +195,7 @@ class Parts:
     tier: Tier
     parameter_tier: ParameterTier
     nonfinite: NonFiniteCheck
-    holder: StateHolder
+    storage: OptimizerStorage
     wire: Wire
     all_buckets: list[Bucket]
     buckets: list[Bucket]
@@ -284,7 +284,7 @@ def _assemble(
     # Before the first bucket, because afterwards parts of the model have moved, and the script could not continue.
     refuse_unless_it_fits(config, needed, world)
     nonfinite = NonFiniteCheck(model, config, mesh.agreement, mesh.dp.transport, speaks=all_groups.is_first_of_run)
-    holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite)
+    storage = choose_storage(config, tier, optimizers, transport, nonfinite=nonfinite)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
     # Before the division, which handles only parameters. Otherwise the scales would stay whole on each rank.
@@ -299,7 +299,7 @@ def _assemble(
         device=device,
         placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
         parameter_tier=parameter_tier,
-        adopt=_adopting(model, holder, on_progress),
+        adopt=_adopting(model, storage, on_progress),
     )
     all_buckets, of_units = builder.build(model, division)
     schedule = Unsharding(
@@ -322,17 +322,17 @@ def _assemble(
         tier=tier,
         parameter_tier=parameter_tier,
         nonfinite=nonfinite,
-        holder=holder,
+        storage=storage,
         wire=wire,
         all_buckets=all_buckets,
         buckets=buckets,
         slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
         row_of=row_of,
         scopes=division.scopes,
-        sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
+        sharded=ShardedModel(model, schedule, transport, storage, config, device=device),
         outer=None
         if all_groups.outer is None
-        else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
+        else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, storage.fetched_master),
         # Among the ranks that step together, because with `comm.sync_every` each group has its own buffers until the outer step.
         model_buffers={
             each: ModelBuffers(each, mesh.dp.transport, device)
@@ -340,10 +340,10 @@ def _assemble(
             if is_shared and has_buffers(each)
         },
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
-        exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
+        exact=ExactWeights(unsharded, wire.exact, storage, transport, config.comm.meeting_timeout_s),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=ActivationsInHostMemory(device) if config.offload.activations == "cpu" else None,
-        replicas=_replica_check(model, all_buckets, holder, parameter_tier, mesh, config)
+        replicas=_replica_check(model, all_buckets, storage, parameter_tier, mesh, config)
         if config.check_replicas_every
         else None,
         copies=copies,
@@ -354,7 +354,7 @@ def _assemble(
 def _replica_check(
     model: nn.Module,
     all_buckets: Sequence[Bucket],
-    holder: StateHolder,
+    storage: OptimizerStorage,
     parameter_tier: ParameterTier,
     mesh: Mesh,
     config: ZeroConfig,
@@ -364,7 +364,7 @@ def _replica_check(
         config.check_replicas_every,
         all_buckets,
         _frozen_whole(model, all_buckets),
-        holder,
+        storage,
         mesh.dp.transport,
         world.ranks[world.index],
         mesh.place_of,
@@ -387,16 +387,16 @@ def _choose_norm(
 
 
 def _adopting(
-    model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
+    model: nn.Module, storage: OptimizerStorage, on_progress: Callable[[int, int], None]
 ) -> Callable[[Bucket], None]:
-    """Returns a function that passes each bucket to `holder`, and reports the progress."""
+    """Returns a function that passes each bucket to `storage`, and reports the progress."""
     # Sizes before the move, because parameters have no memory afterwards at stage 3.
     nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
     total, done = sum(nbytes_of.values()), 0
 
     def adopt(bucket: Bucket) -> None:
         nonlocal done
-        holder.adopt(bucket)
+        storage.adopt(bucket)
         done += sum(nbytes_of[slot.parameter] for slot in bucket.slots)
         on_progress(done, total)
 

@@ -316,7 +316,7 @@ class ZeroEngine:
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
                     # Compare values, not versions: the broadcast leaves version counters alone on ranks that wrote nothing.
-                    with parts.holder.fetched_master(bucket):
+                    with parts.storage.fetched_master(bucket):
                         bucket.follow_values()
         # After the context, at whose end the masters of sharded parameters follow the edit.
         if writeback and parts.outer is not None:
@@ -336,7 +336,7 @@ class ZeroEngine:
         for sharded in self.optimizers:
             sharded.follow_state_edits()
         mine = {} if slot.row is None else state_of(self.optimizers, slot.row)
-        return full_state(slot, mine, self._parts.holder, timeout_s)
+        return full_state(slot, mine, self._parts.storage, timeout_s)
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool, model: nn.Module | None = None) -> Iterator[dict[str, torch.Tensor]]:
@@ -490,7 +490,7 @@ class ZeroEngine:
             )
         slots, optimizers = list(self._parts.slot_of.values()), [sharded.optimizer for sharded in self.optimizers]
         states = {slot.parameter: on_host(self.full_state(slot.parameter)) for slot in slots}
-        masters = {slot.parameter: full_master(slot, self._parts.holder) for slot in slots}
+        masters = {slot.parameter: full_master(slot, self._parts.storage) for slot in slots}
         watch = self.transport.watch
         self.close()
         optimizer.add_param_group(group)
@@ -505,7 +505,7 @@ class ZeroEngine:
             master = masters.get(parameter)
             if master is not None:
                 interval = row.layout.in_parameter
-                self._parts.holder.put_master(row, master.reshape(-1)[interval.start : interval.stop])
+                self._parts.storage.put_master(row, master.reshape(-1)[interval.start : interval.stop])
         self._step.row_writes.follow(self.buckets)
 
     def close(self, *, rank0_only: bool = False) -> None:
@@ -529,7 +529,7 @@ class ZeroEngine:
         is_first = self._parts.mesh.expert_dp.all_groups.rank == 0
         self.sharded.hand_back(wanted=is_first or not rank0_only)
         # After the parameters, because masters in files are read when parameters get separate memory.
-        self._parts.holder.close()
+        self._parts.storage.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()

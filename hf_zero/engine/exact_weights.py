@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from ..buckets.bucket import Bucket
 from ..comm.transport import Transport
-from ..optimizer.holder import StateHolder
+from ..optimizer.storage import OptimizerStorage
 from ..step.gathers import Gather
 
 
@@ -18,17 +18,22 @@ class ExactWeights:
     Args:
         buckets: buckets of whole parameters; buckets without quantized gathers are ignored.
         gather: gathers exact values.
-        holder: stores the masters.
+        storage: stores the masters.
         transport: connects all ranks of the model.
         timeout_s: time limit for the other ranks to make the same call.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], gather: Gather, holder: StateHolder, transport: Transport, timeout_s: float
+        self,
+        buckets: Sequence[Bucket],
+        gather: Gather,
+        storage: OptimizerStorage,
+        transport: Transport,
+        timeout_s: float,
     ):
         self._rounding_of = {b: rounds for b in buckets if (rounds := b.precision.weights) is not None}
         self._gather = gather
-        self._holder = holder
+        self._storage = storage
         self._transport = transport
         self._timeout_s = timeout_s
         self._depth = 0
@@ -50,7 +55,7 @@ class ExactWeights:
         if self._rounding_of and not self._depth:
             self._transport.barrier(purpose, self._timeout_s, alone)
             for bucket in self._rounding_of:
-                with self._holder.fetched_master(bucket):
+                with self._storage.fetched_master(bucket):
                     # Follow edits first. Otherwise the write-back would undo a script's edits of rounded parameters.
                     bucket.follow_edits()
                     bucket.write_back()

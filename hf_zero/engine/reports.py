@@ -12,7 +12,7 @@ from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
 from ..optimizer.bucket_state import flat_state, state_kinds
-from ..optimizer.holder import StateHolder
+from ..optimizer.storage import OptimizerStorage
 from ..stage3.sharded_model import ShardedModel
 from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts
@@ -30,21 +30,21 @@ def report_memory(
     Args:
         gradient_bytes: bytes of the gradient store and of the wire, by kind.
     """
-    buckets, sharded, holder, outer = parts.buckets, parts.sharded, parts.holder, parts.outer
+    buckets, sharded, storage, outer = parts.buckets, parts.sharded, parts.storage, parts.outer
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     moved = 0 if parts.activations is None else parts.activations.most_bytes
     return MemoryReport(
         rows=(
             *_parameter_rows(model, buckets, trained, sharded, parts.parameter_tier.name),
             *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
-            *_state_rows(buckets, trained, optimizers, holder),
+            *_state_rows(buckets, trained, optimizers, storage),
             *([] if outer is None else _in_memory("outer steps", buckets, outer.held_bytes)),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
         peak_bytes=peak_bytes(parts.device),
         traffic=_traffic(parts),
-        kernels=holder.choice.report(),
+        kernels=storage.choice.report(),
     )
 
 
@@ -57,7 +57,7 @@ def _traffic(parts: Parts) -> TrafficReport | None:
     return TrafficReport(
         folder=files.folder.path,
         held_bytes=sum(shard.file.nbytes for shard in files.shards),
-        window_bytes=parts.holder.window_bytes(),
+        window_bytes=parts.storage.window_bytes(),
         read_bytes_a_step=read,
         written_bytes_a_step=written,
     )
@@ -123,9 +123,9 @@ def _state_rows(
     buckets: Sequence[Bucket],
     trained: Sequence[nn.Parameter],
     optimizers: Sequence[ShardedOptimizer],
-    holder: StateHolder,
+    storage: OptimizerStorage,
 ) -> list[MemoryRow]:
-    window_bytes = holder.window_bytes()
+    window_bytes = storage.window_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     # DDP has the same state per element for all elements of the trained parameters, not only for this rank's rows.
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
@@ -133,7 +133,7 @@ def _state_rows(
     rows = _in_tiers(
         "optimizer state",
         buckets,
-        lambda bucket: holder.state_bytes(bucket, shown[bucket]),
+        lambda bucket: storage.state_bytes(bucket, shown[bucket]),
         lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
     )
     # If only some buckets are offloaded, they are the first ones.

@@ -92,7 +92,7 @@ class EngineState:
         """Yields this rank's masters and optimizer state, row by row."""
         parts = self._parts
         self._follow_state_edits()
-        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica, is_outside)
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.storage, self._replica, is_outside)
         if parts.outer is not None:
             yield from parts.outer.rows()
 
@@ -134,7 +134,7 @@ class EngineState:
         self._follow_state_edits()
         parts.wire.reduction.fill(parts.buckets, read, kinds_of)
         rows = list(parts.row_of.values())
-        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica, is_outside)
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.storage, self._replica, is_outside)
         if parts.outer is not None:
             parts.outer.fill(read, kinds_of)
         # Count the writes to rows as known. Otherwise the next forward would refuse them as unsent writes by the script.
@@ -212,7 +212,7 @@ class EngineState:
             if bucket.precision.weights is not None:
                 # Quantized gathers have rounded the parameters, so use the masters.
                 for row in (row for row in bucket.rows if self._is_first_with(row.slot.name)):
-                    master = self._parts.holder.master_view(row).detach().reshape(-1)
+                    master = self._parts.storage.master_view(row).detach().reshape(-1)
                     yield OwnWeights(
                         parameter=row.slot.parameter,
                         interval=row.layout.in_parameter,
@@ -249,7 +249,7 @@ class EngineState:
         # Running gathers of the last step would overwrite the loaded values.
         self._parts.parameter_gather.finish_all()
         for bucket in self._parts.all_buckets:
-            fetched = self._parts.holder.fetched_master(bucket) if bucket.trained else nullcontext()
+            fetched = self._parts.storage.fetched_master(bucket) if bucket.trained else nullcontext()
             with fetched, torch.no_grad():
                 for slot, part in bucket.own_parts.items():
                     if slot.parameter not in left_out:
@@ -272,7 +272,7 @@ class EngineState:
         """Sends parameters outside of all models to all ranks after a `fill`. Collective."""
         loaded = [bucket for bucket in self._parts.buckets if is_outside(bucket.slots[0].name)]
         for bucket in loaded:
-            with self._parts.holder.fetched_master(bucket):
+            with self._parts.storage.fetched_master(bucket):
                 bucket.write_back()
         self._share(loaded)
         self._row_writes.follow(loaded)
@@ -283,6 +283,6 @@ class EngineState:
         """Copies a script's edits of parameters into the masters."""
         # Only edited buckets, because a master in a file would be read and written for nothing.
         for bucket in (bucket for bucket in self._parts.buckets if bucket.edited_rows):
-            with self._parts.holder.fetched_master(bucket):
+            with self._parts.storage.fetched_master(bucket):
                 bucket.follow_edits()
         self._parts.exact.put_back()

@@ -11,7 +11,7 @@ from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, name_of
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import flat_state, is_elementwise, nested_state, with_dimensions, with_each
-from ..optimizer.holder import StateHolder
+from ..optimizer.storage import OptimizerStorage
 from ..step.sharded_optimizer import ShardedOptimizer
 
 # ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----
@@ -20,7 +20,7 @@ from ..step.sharded_optimizer import ShardedOptimizer
 def state_rows(
     optimizers: Sequence[ShardedOptimizer],
     rows: Sequence[Row],
-    holder: StateHolder,
+    storage: OptimizerStorage,
     replica: int,
     saves_values: Callable[[str], bool],
 ) -> Iterator[StateRow]:
@@ -36,10 +36,10 @@ def state_rows(
     for row in rows:
         state = flat_state(state_of(optimizers, row))
         tensors = {
-            kind: holder.view(row, name_of(kind), there) for kind, there in elementwise_state(state, row).items()
+            kind: storage.view(row, name_of(kind), there) for kind, there in elementwise_state(state, row).items()
         }
         if (row.slot.bucket.precision.rounds or saves_values(row.slot.name)) and not replica:
-            tensors = {MASTER: holder.master_view(row), **tensors}
+            tensors = {MASTER: storage.master_view(row), **tensors}
         for kind, tensor in tensors.items():
             yield StateRow(
                 kind=prefix + kind,
@@ -74,7 +74,7 @@ def fill_rows(
     read: Read,
     kinds_of: KindsOf,
     scalars_of: Callable[[str], dict[str, Any]],
-    holder: StateHolder,
+    storage: OptimizerStorage,
     replica: int,
     saves_values: Callable[[str], bool],
 ) -> None:
@@ -84,7 +84,7 @@ def fill_rows(
         read: (kind, name, interval) → 1-D host tensor of the interval's elements.
         kinds_of: name → kinds in the checkpoint with one value per element.
         scalars_of: name → the parameter's scalars, and its state tensors of other shapes.
-        holder: stores the state.
+        storage: stores the state.
         replica: index of the model. A model missing in the checkpoint gets the first model's state.
         saves_values: see `state_rows`.
 
@@ -101,7 +101,7 @@ def fill_rows(
                 # Without a separate master, the optimizer updates the parameters, which are loaded before the state. Parameters
                 # without values in a file of weights are loaded here.
                 if row.slot.bucket.precision.has_master or saves_values(name):
-                    holder.put_master(row, values)
+                    storage.put_master(row, values)
                 continue
             flat[kind] = values.view(row.tensor.shape).to(row.tensor.device)
         state = nested_state(flat)
@@ -109,7 +109,7 @@ def fill_rows(
         if owner is not None:
             optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
             state = _with_step_in_place(with_dimensions(state, row, optimizer, group), row, group)
-            kept = holder.put(row, state)
+            kept = storage.put(row, state)
             # An empty entry would look like a previous step.
             optimizer.state.pop(row.tensor, None)
             if kept:

@@ -217,7 +217,7 @@ SEAMS = (
     Seam(
         owner="torch.optim:Optimizer",
         names=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        where=("optimizer/bucket_state", "optimizer/holder", "step/sharded_optimizer"),
+        where=("optimizer/bucket_state", "optimizer/storage", "step/sharded_optimizer"),
         why="Step hooks must not run for partial and trial steps. Other pre-hooks may write to stepped rows, so ours run last.",
         test="test_whole_parameters.py::test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone",
     ),

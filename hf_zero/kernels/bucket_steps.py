@@ -22,8 +22,8 @@ from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
 from ..optimizer.bucket_steps import BucketStep, LentStep
-from ..optimizer.holder import Assigned, StepChoice
-from ..optimizer.places import StateInBlocks
+from ..optimizer.moments_in_blocks import StateInBlocks
+from ..optimizer.storage import Assigned, StepChoice
 from .adamw import AdamW, adamw
 from .adamw_in_blocks import adamw_in_blocks
 from .flat_steps import Place, PreparedLaunch

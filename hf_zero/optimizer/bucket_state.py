@@ -476,7 +476,7 @@ def is_elementwise(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
     return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
 
-class MasterPlace:
+class MasterStorage:
     """Stores a bucket's master between steps. In this class, it stays in memory: the bucket's, or the parameters' own.
 
     Attributes:
@@ -518,7 +518,7 @@ class MasterPlace:
         return None
 
 
-class StatePlace:
+class StateStorage:
     """Stores a bucket's optimizer state between steps. In this class, it stays in `optimizer.state`, as the optimizer made it.
 
     State stored elsewhere has placeholders in `optimizer.state`. Other tensors there (just loaded by the script, or made by the
@@ -570,8 +570,8 @@ class BucketState:
         self,
         bucket: Bucket,
         optimizer: torch.optim.Optimizer | None,
-        master: MasterPlace,
-        state: StatePlace,
+        master: MasterStorage,
+        state: StateStorage,
         shard: StoredShard | None = None,
     ):
         self.bucket = bucket

@@ -12,7 +12,7 @@ from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..device import allocate
 from .bucket_state import flat_state, is_elementwise, nested_state
-from .holder import StateHolder
+from .storage import OptimizerStorage
 
 
 @torch.no_grad()
@@ -31,13 +31,13 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
 
 @torch.no_grad()
 def full_state(
-    slot: ParameterSlot, mine: Mapping[str, Any], holder: StateHolder, timeout_s: float, call: str = "full_state"
+    slot: ParameterSlot, mine: Mapping[str, Any], storage: OptimizerStorage, timeout_s: float, call: str = "full_state"
 ) -> dict[str, Any]:
     """Gathers the optimizer's state of a parameter by name: tensors with one value per element in the parameter's shape.
 
     Args:
         mine: the state of this rank's row; empty without a row.
-        holder: stores the state.
+        storage: stores the state.
         timeout_s: time limit for the other ranks.
         call: the script's call, for the error of a rank that calls alone.
     """
@@ -52,7 +52,7 @@ def full_state(
     state: dict[str, Any] = {}
     for kind in kinds:
         if any(theirs.get(kind) for theirs in everyone):
-            part = None if row is None or kind not in flat else holder.values(row, name_of(kind), flat[kind])
+            part = None if row is None or kind not in flat else storage.values(row, name_of(kind), flat[kind])
             state[kind] = _gather(slot, part)
         else:
             state[kind] = next((v for v in transport.exchange(flat.get(kind)) if v is not None), None)
@@ -60,11 +60,11 @@ def full_state(
 
 
 @torch.no_grad()
-def full_master(slot: ParameterSlot, holder: StateHolder) -> torch.Tensor | None:
+def full_master(slot: ParameterSlot, storage: OptimizerStorage) -> torch.Tensor | None:
     """Gathers the master in the parameter's shape; None if the parameter has the master's dtype. Collective."""
     if not slot.bucket.precision.rounds:
         return None
-    with holder.fetched_master(slot.bucket):
+    with storage.fetched_master(slot.bucket):
         return _gather(slot, None if slot.row is None else slot.row.of(slot.bucket.master))
 
 

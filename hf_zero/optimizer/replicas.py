@@ -7,8 +7,8 @@ or if sums are computed in different orders.
 [Note: values that nothing writes between two updates]
 Between two updates, an owner's shard, master weights and optimizer state have no second copy. The engine does not write to
 them either, unless a script edits or loads values. So a rank's checksum after an update must equal its checksum before the
-next update. Edits and loads are detected by torch's version counters and `StateHolder.loads`. Below stage 3 a script may edit
-whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the checksum taken when the
+next update. Edits and loads are detected by torch's version counters and `OptimizerStorage.loads`. Below stage 3 a script may
+edit whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the checksum taken when the
 parameters have arrived, before the script can access them.
 
 [Note: writes that only one rank has made]
@@ -43,14 +43,14 @@ from ..buckets.sharded import ClippedGradient
 from ..comm.transport import Transport
 from ..comm.wire_sums import WireSums
 from ..presence.arrivals import in_words
-from .holder import StateHolder
+from .storage import OptimizerStorage
 
 _LISTED = 8
 _WEIGHTS = ""
 _GRADIENT, _GATHERED = "reduced gradient", "gathered copy"
 """Kinds of values compared only if the next step compares copies, because they exist for less than a step."""
 _LOADS = 0
-"""Index of `StateHolder.loads` in `_Own.writes`."""
+"""Index of `OptimizerStorage.loads` in `_Own.writes`."""
 
 
 class ReplicasDivergedError(RuntimeError):
@@ -189,7 +189,7 @@ class ReplicaCheck:
         every: steps between two comparisons.
         buckets: all buckets of the model.
         frozen: the parameters outside of all buckets, by name.
-        holder: stores the optimizer state.
+        storage: stores the optimizer state.
         transport: the collectives of the ranks that step together.
         rank: this rank.
         place_of: returns the ranks with the same part of a parameter, and the number of this rank's shard of this part.
@@ -202,7 +202,7 @@ class ReplicaCheck:
         every: int,
         buckets: Sequence[Bucket],
         frozen: Iterable[tuple[str, nn.Parameter]],
-        holder: StateHolder,
+        storage: OptimizerStorage,
         transport: Transport,
         rank: int,
         place_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
@@ -213,7 +213,7 @@ class ReplicaCheck:
         self._every = every
         self._untrained = [bucket for bucket in buckets if not bucket.trained]
         self._frozen = list(frozen)
-        self._holder = holder
+        self._storage = storage
         self._transport = transport
         self._rank = rank
         self._place_of = place_of
@@ -437,7 +437,7 @@ class ReplicaCheck:
                 )
 
     def _writes(self, *tensors: torch.Tensor) -> tuple[int, ...]:
-        return (self._holder.loads, *(tensor._version for tensor in tensors))
+        return (self._storage.loads, *(tensor._version for tensor in tensors))
 
     def _parts_sent(self, bucket: Bucket) -> Iterator[_Own]:
         """Yields this rank's part of each parameter of a bucket whose parameters are whole on all ranks."""
@@ -451,11 +451,11 @@ class ReplicaCheck:
     def _state(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
         """Yields master weights and optimizer state in memory."""
         # Skip state in files, because each step would read the files.
-        if self._holder.is_in_files:
+        if self._storage.is_in_files:
             return
         for row in (row for bucket in buckets for row in bucket.rows):
             if row.slot.bucket.keeps_master and not row.slot.bucket.memory.is_master:
-                master = self._holder.master_view(row).detach()
+                master = self._storage.master_view(row).detach()
                 yield _Own(
                     self._copy_of(row.slot, MASTER), master, self._writes(row.tensor, master, row.slot.bucket.master)
                 )
@@ -463,7 +463,7 @@ class ReplicaCheck:
                 if not torch.is_tensor(value):
                     continue
                 is_elementwise = value.dim() > 0 and value.shape == row.tensor.shape
-                values = self._holder.view(row, kind, value).detach() if is_elementwise else value
+                values = self._storage.view(row, kind, value).detach() if is_elementwise else value
                 # Includes the id, because a script may replace the tensor.
                 yield _Own(self._copy_of(row.slot, kind), values, (*self._writes(value), id(value)))
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..buckets.bucket import ParameterSlot, Row
 from ..comm.ledger import Label
 from .full_state import full_state
-from .holder import StateHolder
+from .storage import OptimizerStorage
 
 State = dict[str, Any]
 
@@ -36,7 +36,7 @@ class StateByParameter(defaultdict[Any, State]):
     Args:
         state: row tensor → its state.
         slots: parameter → slot, for all parameters stepped as rows.
-        holder: stores the rows' state.
+        storage: stores the rows' state.
         cut: (state value of a whole parameter, row) → this rank's part.
         timeout_s: time limit for the other ranks.
     """
@@ -45,14 +45,14 @@ class StateByParameter(defaultdict[Any, State]):
         self,
         state: Mapping[Any, State],
         slots: Mapping[Any, ParameterSlot],
-        holder: StateHolder,
+        storage: OptimizerStorage,
         cut: Callable[[State, Row], State],
         timeout_s: float,
     ):
         # A subclass of defaultdict with `__missing__`, so look-ups of row tensors in a step stay in C.
         super().__init__(dict, state)
         self._slots = slots
-        self._holder = holder
+        self._storage = storage
         self._cut = cut
         self._timeout_s = timeout_s
         self._whole: dict[nn.Parameter, _Whole] = {}
@@ -63,7 +63,7 @@ class StateByParameter(defaultdict[Any, State]):
             return super().__missing__(key)
         if key not in self._whole:
             mine = self._row_state(slot)
-            whole = full_state(slot, mine, self._holder, self._timeout_s, "optimizer.state[parameter]")
+            whole = full_state(slot, mine, self._storage, self._timeout_s, "optimizer.state[parameter]")
             self._keep(key, whole, _marks(mine))
         return self._whole[key].state
 

@@ -16,8 +16,8 @@ from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..device import free_bytes
 from ..engine.report_tables import mib
-from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import checksums
+from ..optimizer.storage import OptimizerStorage
 from .transforms import TRANSFORMED
 from .unit import Unit
 from .unseen_edits import is_cast
@@ -193,7 +193,7 @@ class GatheredParameters:
     Args:
         unit_of: the unit and slot of each sharded parameter.
         transport: connects all ranks of the model.
-        holder: stores the masters, which follow edits.
+        storage: stores the masters, which follow edits.
         timeout_s: time limit for the other ranks to make the same call.
 
     Attributes:
@@ -207,14 +207,14 @@ class GatheredParameters:
         unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
         schedule: Unsharding,
         transport: Transport,
-        holder: StateHolder,
+        storage: OptimizerStorage,
         device: torch.device,
         timeout_s: float,
     ):
         self._unit_of = unit_of
         self._schedule = schedule
         self._transport = transport
-        self._holder = holder
+        self._storage = storage
         self._device = device
         self._timeout_s = timeout_s
         self._lent: dict[nn.Parameter, torch.Tensor] = {}
@@ -416,7 +416,7 @@ class GatheredParameters:
             # After the broadcast, because each rank keeps its shard of rank 0's values.
             unit.keep_edits()
             for bucket in unit.buckets:
-                with self._holder.fetched_master(bucket):
+                with self._storage.fetched_master(bucket):
                     # Compare values, not versions, because the broadcast also writes on ranks without an edit.
                     bucket.follow_values()
             # Also in outer contexts. Otherwise they would treat the kept edit as one without writeback, and undo it.

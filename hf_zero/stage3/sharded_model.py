@@ -17,7 +17,7 @@ from ..config import ZeroConfig
 from ..engine.buffers import place_buffers
 from ..engine.compiled import CompiledLayers
 from ..hooks.weak import WeakHook, caller_of_hook
-from ..optimizer.holder import StateHolder
+from ..optimizer.storage import OptimizerStorage
 from .gathered import GatheredParameters
 from .module_methods import ModuleMethods, ShardedParameters, UnitModules
 from .norm_inputs import CastInput, cast_norm_inputs
@@ -34,7 +34,7 @@ class ShardedModel:
     Args:
         schedule: the schedule of the units, with the root as the first unit.
         transport: connects all ranks of the model.
-        holder: stores the units' masters.
+        storage: stores the units' masters.
         device: device of gathered parameters.
 
     Attributes:
@@ -49,7 +49,7 @@ class ShardedModel:
         model: nn.Module,
         schedule: Unsharding,
         transport: Transport,
-        holder: StateHolder,
+        storage: OptimizerStorage,
         config: ZeroConfig,
         *,
         device: torch.device,
@@ -62,7 +62,7 @@ class ShardedModel:
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
         self.gathered = GatheredParameters(
-            self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
+            self.unit_of, self.schedule, transport, storage, device, config.comm.meeting_timeout_s
         )
         self._unit_of_bucket = {bucket: unit for unit in self.schedule.units for bucket in unit.buckets}
         self.edits = 0

@@ -216,7 +216,7 @@ class Gradients:
         store.start_passed_over = WeakMethod(self, Gradients._start_passed_over)
         self.starts = store.starts = CommonStarts(len(self._buckets))
         self.starts.start_up_to = WeakMethod(self, Gradients.start_up_to)
-        store.places = {bucket: place for place, bucket in enumerate(self._buckets)}
+        store.index_of = {bucket: index for index, bucket in enumerate(self._buckets)}
         self.reducing = True
         self.stop_asked = no_signal
         self.stop_agreed = 0

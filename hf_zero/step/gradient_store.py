@@ -52,7 +52,7 @@ class GradientStore(ABC):
         start_passed_over: given a bucket that needs a buffer, starts an earlier bucket that is not full. Returns whether one was
             started.
         starts: counts the reductions that backward may wait for.
-        places: the index of each bucket in the order of starts.
+        index_of: the index of each bucket in the order of starts.
         went_on: while a failed pass is being ended, whether another backward was to add to its gradients; else None.
         may_ask: other ranks may be asked to start reductions that this rank wants to wait for.
         steps: starts the steps of reductions with several steps, between groups of ranks; None if there are none.
@@ -73,7 +73,7 @@ class GradientStore(ABC):
         self._late: dict[ParameterSlot, torch.Tensor] = {}
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         self.starts = CommonStarts(0)
-        self.places: dict[Bucket, int] = {}
+        self.index_of: dict[Bucket, int] = {}
         self.steps: StepsInOrder | None = None
         self.may_ask = True
         self.went_on: bool | None = None
@@ -265,13 +265,13 @@ class GradientStore(ABC):
 
     def _may_wait(self, bucket: Bucket) -> bool:
         """Whether backward may wait for a bucket's reduction. See [Note: waits for reductions]."""
-        return self.places[bucket] < self.starts.sure
+        return self.index_of[bucket] < self.starts.sure
 
     def start_last_steps(self, number: int) -> None:
         """Starts the last step of the reductions of the first `number` buckets, if reductions have several steps."""
         if self.steps is not None:
             for bucket, handle in self._started.items():
-                if self.places[bucket] < number:
+                if self.index_of[bucket] < number:
                     handle.start_last()
 
     def finish(self, bucket: Bucket) -> None:

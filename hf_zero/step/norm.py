@@ -117,8 +117,8 @@ def _each_on(
         return measure(gradients).to(device)
     found = torch.zeros(len(gradients), dtype=torch.float64, device=device)
     for memory in memories:
-        places = [place for place, gradient in enumerate(gradients) if gradient.device == memory]
-        found[places] = measure([gradients[place] for place in places]).to(device)
+        indices = [index for index, gradient in enumerate(gradients) if gradient.device == memory]
+        found[indices] = measure([gradients[index] for index in indices]).to(device)
     return found
 
 

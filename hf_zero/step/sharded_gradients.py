@@ -230,7 +230,7 @@ class ShardedGradients(GradientStore):
             if in_flight:
                 oldest = in_flight[0]
                 # Do not ask while a bucket starts: the bucket already counts as started, so other ranks would wait for it.
-                if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.places[oldest] + 1)):
+                if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.index_of[oldest] + 1)):
                     break
                 self.finish(oldest)
             room = pool.room_for(bucket, beside)

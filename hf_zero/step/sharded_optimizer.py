@@ -32,9 +32,9 @@ from ..optimizer.bucket_state import (
     with_each,
 )
 from ..optimizer.full_state import full_state
-from ..optimizer.holder import StateHolder
 from ..optimizer.scope import is_of_bitsandbytes, kept_by_parameter
 from ..optimizer.state_by_parameter import StateByParameter
+from ..optimizer.storage import OptimizerStorage
 from .row_writes import RowWrites
 
 _SCALES_ITSELF = "_step_supports_amp_scaling"
@@ -59,7 +59,7 @@ class ShardedOptimizer:
         identity: describes this shard ("rank 1 of 2, …") in `state_dict()`.
         before_step: called before each step; returns whether to run the step.
         after_step: called after each step, with the same answer.
-        holder: stores the rows' state.
+        storage: stores the rows' state.
         row_writes: sends rows edited by a script's hooks at the end of the step.
         timeout_s: time limit for other ranks in `optimizer.state[parameter]`.
         add_group: replaces `add_param_group`.
@@ -78,14 +78,14 @@ class ShardedOptimizer:
         identity: str,
         before_step: Callable[[], bool],
         after_step: Callable[[bool], None],
-        holder: StateHolder,
+        storage: OptimizerStorage,
         row_writes: "RowWrites",
         timeout_s: float,
         add_group: Callable[[dict[str, Any]], None],
     ):
         self.optimizer = optimizer
         self._identity = identity
-        self._holder = holder
+        self._storage = storage
         self._is_whole = all(row.is_parameter for row in rows.values())
         self._before_step = before_step
         self._after_step = after_step
@@ -162,12 +162,12 @@ class ShardedOptimizer:
 
         Classes from outside of torch, and hooks before the step, may write to any row. Hooks after the step run later.
         """
-        return self._holder.comes_last(self.optimizer) and is_of_torch(self.optimizer)
+        return self._storage.comes_last(self.optimizer) and is_of_torch(self.optimizer)
 
     @property
     def is_in_files(self) -> bool:
         """Whether the state of rows is in files, which are removed with the engine."""
-        return self._holder.is_in_files
+        return self._storage.is_in_files
 
     def places(self) -> dict[nn.Parameter, Interval]:
         """Returns the elements of each whole parameter in this rank's row."""
@@ -200,7 +200,7 @@ class ShardedOptimizer:
         for row in rows:
             before = whole_state.get(row.slot.parameter)
             if loaded.get(row.slot.parameter) is not before:
-                rows_state[row.tensor] = self._holder.put(row, self._cut(loaded[row.slot.parameter], row))
+                rows_state[row.tensor] = self._storage.put(row, self._cut(loaded[row.slot.parameter], row))
 
     def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the whole state of each parameter. Before the first step, this is the state after a step without gradients."""
@@ -212,7 +212,7 @@ class ShardedOptimizer:
                     found = self.optimizer.state.get(parameter, {})
                 else:
                     mine = {} if slot.row is None else self.optimizer.state.get(slot.row.tensor, {})
-                    found = full_state(slot, mine, self._holder, self._timeout_s, "the optimizer's whole state")
+                    found = full_state(slot, mine, self._storage, self._timeout_s, "the optimizer's whole state")
                 state[parameter] = found
             if not any(state[parameter] for parameter in whole):
                 state.update(_initial_state(self.optimizer, group, whole))
@@ -229,12 +229,12 @@ class ShardedOptimizer:
         state = self.optimizer.state
         if isinstance(state, StateByParameter) and state.is_read:
             for row, edited in state.take_edits():
-                state[row.tensor] = self._holder.put(row, edited)
+                state[row.tensor] = self._storage.put(row, edited)
 
     def _find_by_parameter(self) -> None:
         if self._cut_slots:
             optimizer, slots = self.optimizer, self._cut_slots
-            optimizer.state = StateByParameter(optimizer.state, slots, self._holder, self._cut, self._timeout_s)
+            optimizer.state = StateByParameter(optimizer.state, slots, self._storage, self._cut, self._timeout_s)
 
     def row_states(self) -> RowStates:
         self.follow_state_edits()
@@ -245,7 +245,7 @@ class ShardedOptimizer:
         """Replaces the state of the rows in `states`."""
         for row in self.rows:
             if row.slot.parameter in states:
-                self.optimizer.state[row.tensor] = self._holder.put(row, states[row.slot.parameter])
+                self.optimizer.state[row.tensor] = self._storage.put(row, states[row.slot.parameter])
 
     def release(self) -> None:
         """Restores the optimizer's whole parameters. Its state, which only exists in rows, is dropped."""
@@ -436,7 +436,7 @@ class ShardedOptimizer:
         return state_dict if self._is_whole else {**state_dict, SHARD_MARK: self._identity}
 
     def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._holder.values(row, name, value) for name, value in state.items()}
+        return {name: self._storage.values(row, name, value) for name, value in state.items()}
 
     def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
         if self._is_whole_now or (self._is_whole and SHARD_MARK not in state_dict):

@@ -134,7 +134,7 @@ class TrainingStep:
         # The parameters of the last clip, and the cached result of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of
-        self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
+        self._uncounted_edits = UncountedEdits(parts.buckets, parts.storage)
         # During a step: buckets written back, buckets still to be sent, and whether each bucket is sent as soon as it is stepped.
         self._written: set[Bucket] = set()
         self._to_send: deque[Bucket] = deque()
@@ -166,12 +166,12 @@ class TrainingStep:
             identity=identity_of(parts.mesh.dp.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
-            holder=parts.holder,
+            storage=parts.storage,
             row_writes=self.row_writes,
             timeout_s=self._config.comm.meeting_timeout_s,
             add_group=lambda group: cast(Any, self._engine).add_param_group(optimizer, group),
         )
-        parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
+        parts.storage.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded
 
     def install(self, entries: Mapping[nn.Module, nn.Module]) -> list:
@@ -311,7 +311,7 @@ class TrainingStep:
         replicas = self._parts.replicas
         if replicas is not None:
             replicas.compare_gradients(self._log.step, self._parts.buckets)
-        self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
+        self._parts.storage.choice.scale_gradients(rows, measured.coefficient)
         if replicas is not None:
             replicas.note_gradients(self._parts.buckets)
         return measured.norm
@@ -401,7 +401,7 @@ class TrainingStep:
         self.gradients.recover()
         if parts.tier.cores is not None:
             parts.tier.cores.release()
-        parts.holder.before_forward()
+        parts.storage.before_forward()
         for sharded in self.optimizers:
             sharded.follow_state_edits()
         if self._gathers_layers:
@@ -612,7 +612,7 @@ class TrainingStep:
         if not self._sends_early:
             return
         with bucket.tier.h2d.aside():
-            self._parts.holder.write_back([bucket])
+            self._parts.storage.write_back([bucket])
         # Count the step's writes as known. Otherwise the next forward would refuse them as unsent writes by the script.
         self.row_writes.follow([bucket])
         self._written.add(bucket)
@@ -622,10 +622,10 @@ class TrainingStep:
     def _hand_over(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
         self._enter(TrainingState.STEP)
-        parts.holder.after_step()
+        parts.storage.after_step()
         left = [bucket for bucket in buckets if bucket not in self._written]
         # Copy masters into parameters before any send, because the gather reads the parameters' shard.
-        parts.holder.write_back(left)
+        parts.storage.write_back(left)
         if parts.tier.cores is not None:
             parts.tier.cores.release()
         if parts.outer is not None:

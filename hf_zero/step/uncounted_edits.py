@@ -8,7 +8,7 @@ import torch
 
 from ..buckets.bucket import Bucket, Row
 from ..comm.all_or_none import Exchange, raise_on_all
-from ..optimizer.holder import StateHolder
+from ..optimizer.storage import OptimizerStorage
 
 _STEPS = 2
 
@@ -18,14 +18,14 @@ class UncountedEdits:
 
     Args:
         buckets: the trained buckets.
-        holder: stores the masters.
+        storage: stores the masters.
 
     Attributes:
         watched: buckets that are still compared before their next step.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], holder: StateHolder):
-        self._holder = holder
+    def __init__(self, buckets: Iterable[Bucket], storage: OptimizerStorage):
+        self._storage = storage
         self._steps: Counter[Bucket] = Counter()
         # If parameters are sent in quantized blocks, they differ from their masters.
         exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
@@ -56,7 +56,7 @@ class UncountedEdits:
             # Compare on the masters' devices, of which there may be several.
             own = {values.device: values}
             for row in (row for row in bucket.rows if self._waits(row)):
-                master = cast(torch.Tensor, self._holder.master_view(row))
+                master = cast(torch.Tensor, self._storage.master_view(row))
                 if master.device not in own:
                     own[master.device] = values.to(master.device)
                 mine, expected = row.of(own[master.device]), master.to(values.dtype)

@@ -175,7 +175,7 @@ class Host:
         from hf_zero.buckets.bucket import Bucket
         from hf_zero.offload import copies
         from hf_zero.optimizer.bucket_steps import BucketStep
-        from hf_zero.optimizer.holder import StepChoice
+        from hf_zero.optimizer.storage import StepChoice
         from hf_zero.step.norm import GradientNorm
         from hf_zero.step.sharded_gradients import ShardedGradients
 

@@ -21,7 +21,7 @@ from trainer_job import as_launched
 
 from hf_zero.arithmetic.sums import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.buckets.flat_views import FlatViews
-from hf_zero.buckets.sharded import ShardedValues
+from hf_zero.buckets.sharded import ShardedParameter
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
 from hf_zero.comm.ledger import CommRow, Label, Ledger
@@ -296,7 +296,7 @@ def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agre
 
     for _ in range(3):
         step()
-    watched = [(ShardedValues, "__torch_function__"), (nn.Module, "named_modules"), (Control, "_start")]
+    watched = [(ShardedParameter, "__torch_function__"), (nn.Module, "named_modules"), (Control, "_start")]
     for holder, name in watched:
         count_calls(counts, holder, name)
     for _ in range(steps):

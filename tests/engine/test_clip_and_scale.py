@@ -23,7 +23,7 @@ from hf_zero.buckets.sharded import ClippedGradient, Coefficient, clip_later
 from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import scale_over_shards
-from hf_zero.optimizer.holder import StepChoice
+from hf_zero.optimizer.storage import StepChoice
 from hf_zero.step.nonfinite import NonFiniteCheck
 
 pytestmark = pytest.mark.timeout(180)
@@ -187,7 +187,7 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     for at_once in (False, True):
         model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
         if at_once:
-            engine._parts.holder.choice.scale_gradients = StepChoice().scale_gradients
+            engine._parts.storage.choice.scale_gradients = StepChoice().scale_gradients
         model().backward()
         seen = [ACTS[act](engine, model, optimizer) or [] for act in acts]
         assert not (at_once and any(clipped(engine)))

@@ -33,7 +33,7 @@ from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.state_io import load_engine
-from hf_zero.optimizer.places import STEP
+from hf_zero.optimizer.rounded_master import STEP
 
 pytestmark = pytest.mark.timeout(180)
 FP32, BF16, FP16 = "float32", "bfloat16", "float16"

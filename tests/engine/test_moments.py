@@ -106,7 +106,7 @@ def test_adamws_moments_take_two_bytes_an_element(place):
     numel = sum(parameter.numel() for parameter in model.parameters())
     rows = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
     reported = sum(row.bytes for row in rows)
-    places = [state.state for state in engine._parts.holder._states.values()]
+    places = [state.state for state in engine._parts.storage._states.values()]
     packed = {index: getattr(place, "packed", {}) for index, place in enumerate(places)}
     there = bytes_there({"packed": packed, "register": dict(optimizer.state)}, set())
     stand_in = 4

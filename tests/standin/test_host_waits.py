@@ -139,7 +139,7 @@ def _collectives(engine: ZeroEngine) -> int:
 # Steps whose parameters are looked at for edits that nothing counts.
 FIRST_STEPS = 4
 PER_ROW = ("aten::linalg_vector_norm", "aten::mul")
-LOOPS = ("arithmetic.py sums_of_squares", "optimizer/holder.py scale_gradients")
+LOOPS = ("arithmetic.py sums_of_squares", "optimizer/storage.py scale_gradients")
 
 
 @pytest.fixture(scope="module")

@@ -240,7 +240,7 @@ def meets(rank: int, world_size: int) -> tuple[list[str], list[int]]:
     assert len(engine.buckets) > 4
     transport = Counting(engine.groups)
     outer = CommConfig(sync_every=2, outer=OuterConfig(lr=1.0, momentum=0.0))
-    steps = SyncedEvery(transport, engine.groups.outer, outer, engine.buckets, engine._parts.holder.fetched_master)
+    steps = SyncedEvery(transport, engine.groups.outer, outer, engine.buckets, engine._parts.storage.fetched_master)
     steps.after_step(engine.buckets)
     assert not transport.events
     means = []

@@ -16,7 +16,7 @@ from ..buckets.sharded import widen
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..offload.tiers import StateFiles
-from .bucket_state import DUE, BucketState, KernelReport, StatePlace
+from .bucket_state import DUE, BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -71,7 +71,7 @@ class StepChoice:
         return None
 
 
-class StateHolder:
+class OptimizerStorage:
     """Stores master weights and optimizer state between steps. `optimizer.state` lists a row's kinds of state.
 
     [Note: where and how]
@@ -80,7 +80,7 @@ class StateHolder:
     parameters steps all remaining buckets.
 
     Args:
-        place: chooses the storage of a new bucket's state.
+        choose_state: chooses the storage of a new bucket's state.
         choice: see the note.
         files: files of state; None without files.
         transport: the collectives of the ranks that step together.
@@ -93,12 +93,12 @@ class StateHolder:
     def __init__(
         self,
         *,
-        place: Callable[[Bucket], BucketState],
+        choose_state: Callable[[Bucket], BucketState],
         choice: StepChoice,
         files: StateFiles | None,
         transport: Transport,
     ):
-        self._place = place
+        self._choose_state = choose_state
         self.choice = choice
         self._files = files
         self._transport = transport
@@ -110,12 +110,12 @@ class StateHolder:
 
     @property
     def is_in_files(self) -> bool:
-        """Whether state is in files, which are removed together with the holder."""
+        """Whether state is in files, which are removed together with the storage."""
         return self._files is not None
 
     def adopt(self, bucket: Bucket) -> None:
         """Stores the state of a new bucket before the next bucket is built."""
-        state = self._states[bucket] = self._place(bucket)
+        state = self._states[bucket] = self._choose_state(bucket)
         # Before `rest`, after which parameters with the master's dtype are read from the master's region in the file.
         state.master.move_in()
         bucket.rest(state.master.region)
@@ -251,7 +251,7 @@ class StateHolder:
             for name, value in found.items():
                 found[name] = state.state.values(row, name, value)
 
-    def _state_of(self, row: Row) -> StatePlace:
+    def _state_of(self, row: Row) -> StateStorage:
         state = self._states[row.slot.bucket].state
         if state.is_away:
             self._refuse_broken()
