@@ -1,5 +1,6 @@
 """The command `hf-zero` and the list of its commands."""
 
+import difflib
 from typing import Annotated, Any
 
 import typer
@@ -30,9 +31,35 @@ def _flags_without_type(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+_MEANT = {
+    "--stage": "--zero",
+    "--gpus": "--num-processes",
+    "--num-gpus": "--num-processes",
+    "--nproc": "--num-processes",
+    "--nproc-per-node": "--num-processes",
+    "--bf16": "--mixed-precision",
+    "--fp16": "--mixed-precision",
+}
+"""Options of other launchers → the same option here."""
+
+
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_without_type(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "possibilities"):
+                # An unknown option. The parser would also propose `--cpu` for `--gpus`, and `--seq` for `--stage`.
+                options = [option for parameter in self.get_params(ctx) for option in parameter.opts if option != "--"]
+                name = str(getattr(error, "option_name", ""))
+                meant = _MEANT.get(name)
+                error.possibilities = (
+                    [meant] if meant in options else difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+                )
+            raise
 
 
 class _Commands(TyperGroup):

@@ -77,8 +77,12 @@ def said_plainly() -> Iterator[None]:
     """Turns errors of hf_zero and of the file system into one line and exit status 1."""
     try:
         yield
-    except (CheckpointError, ConfigError, MissingExtraError, OSError) as error:
+    except (CheckpointError, ConfigError, MissingExtraError) as error:
         say_error(str(error))
+        raise typer.Exit(1) from error
+    except OSError as error:
+        name = f": {error.filename!r}" if error.filename is not None else ""
+        say_error(f"hf_zero: {error.strerror}{name}." if error.strerror else f"hf_zero: {error}")
         raise typer.Exit(1) from error
 
 

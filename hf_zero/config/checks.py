@@ -201,7 +201,7 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     if meant is not None:
         hint = meant
     elif is_word and any(key == name or key.endswith(f"_{name}") for name in _SAID_ELSEWHERE):
-        hint = "it is said in the training arguments or the script, and only there"
+        hint = "set it in the training arguments or in the script"
     elif near:
         hint = f"the nearest known one is `{prefix}{near[0]}`"
     else:
@@ -456,6 +456,8 @@ def parse(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         problem = cut(getattr(error, "problem", None) or str(error).partition("\n")[0])
+        if "\\t" in problem:
+            problem += ". Indent with spaces"
         raise ConfigError(f"hf_zero config: {where} is not valid YAML{line}: {problem}.") from error
 
 
@@ -466,6 +468,8 @@ def settings_of(text: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for part in _parts(text):
         name, equals, value = part.partition("=")
+        if ";" in value and "=" in value:
+            raise refuse("config", text, "settings as name=value, separated by commas")
         if not equals:
             raise refuse("config", text, "settings as name=value, separated by commas")
         name = name.strip()
@@ -477,7 +481,7 @@ def settings_of(text: str) -> dict[str, Any]:
                 raise refuse(cut(name), value, f"nothing: `{cut(step)}` has a value already")
         if leaf in place:
             raise ConfigError(
-                f"hf_zero config: `{cut(name)}` is said twice, as {shown(place[leaf])} and as {shown(value)}. Say it once."
+                f"hf_zero config: `{cut(name)}` is given twice, as {shown(place[leaf])} and as {shown(value)}. Give it once."
             )
         place[leaf] = parse(value, f"`{cut(name)}={cut(value)}`")
     return settings
@@ -506,8 +510,12 @@ def _parts(text: str) -> list[str]:
 class _Loader(yaml.SafeLoader):
     """Loads YAML's plain values: no tags, dates or aliases of collections, unique keys, and `1e3` is a number as in YAML 1.2."""
 
+    # First of all resolvers: a time such as 3:40 is text, where YAML 1.1 would read 220.
     yaml_implicit_resolvers: ClassVar = {
-        sign: [(tag, form) for tag, form in resolvers if not tag.endswith(":timestamp")]
+        sign: [
+            ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9_]+(?::[0-9]+)+(?:\.[0-9_]*)?$")),
+            *((tag, form) for tag, form in resolvers if not tag.endswith(":timestamp")),
+        ]
         for sign, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -403,7 +403,10 @@ class ZeroConfig:
             return
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
-                raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+                keys = _names(kind)
+                raise refuse(
+                    name, getattr(self, name), f"a mapping of {', '.join(keys)}; as text: {name}.{keys[0]}=..."
+                )
         # Sections are checked first, because the checks from here on read their fields.
         one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
@@ -574,6 +577,10 @@ class ZeroConfig:
     def accumulates_locally(self) -> bool:
         """Whether whole gradients are kept between micro-batches."""
         return self.grad_accumulation == "local" or (self.grad_accumulation == AUTO and self.stage < 2)
+
+    def get_device_mesh(self, *_args: object) -> None:
+        """Refuses a config as accelerate's `parallelism_config`, which has this method."""
+        raise ConfigError("hf_zero: parallelism_config is a ZeroConfig. Pass a ZeroPlugin: ZeroPlugin(config).")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "ZeroConfig":

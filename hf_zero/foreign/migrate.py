@@ -89,7 +89,10 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
     where = "this mapping" if isinstance(source, Mapping) else Path(source).name
     settings = source if isinstance(source, Mapping) else _read(Path(source))
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"hf_zero: {cut(where)} holds {shown(settings)}, not the settings of a config by name.")
+        raise ConfigError(
+            f"hf_zero: {cut(where)} holds {shown(settings)}, not the settings of a config by name. "
+            "It reads DeepSpeed's JSON, an accelerate config, or Trainer's fsdp_config."
+        )
     origin = _origin(settings, where)
     base = {"stage": _own_stage(settings, origin)}
     lists: dict[Fate, list[MigratedKey]] = {fate: [] for fate in Fate}

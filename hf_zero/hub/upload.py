@@ -147,7 +147,7 @@ def checked_token(to: Destination) -> str:
     token = to.token or get_token()
     if token is None:
         raise HubError(
-            f"hf_zero: no token to write to {to.repo_id} with. Say `hf auth login`, or set HF_TOKEN to a token that may write."
+            f"hf_zero: no token to write to {to.repo_id} with. Run `hf auth login`, or set HF_TOKEN to a token that may write."
         )
     return token
 

@@ -176,6 +176,12 @@ class ZeroCallback(TrainerCallback):
         if not isinstance(trainer, ZeroTrainerMixin):
             install_in_trainer(trainer)
 
+    def get_device_mesh(self, *_args: object) -> None:
+        """Refuses a callback as accelerate's `parallelism_config`, which has this method."""
+        raise ConfigError(
+            "hf_zero: parallelism_config is a ZeroCallback, which is for Trainer(callbacks=[...]). Pass ZeroPlugin(stage=2)."
+        )
+
     def _is_on(self, trainer: Trainer) -> bool:
         handler = getattr(trainer, "callback_handler", None)
         return handler is not None and any(callback is self for callback in handler.callbacks)

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
+from torch import is_tensor, nn
 
+from ..config.checks import shown
 from ..engine.engine import ZeroEngine
 from ..hooks.weak import engine_attached_to
 
@@ -81,8 +83,12 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 def _gathered_for(
     purpose: str, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writeback: bool
 ) -> Iterator[None]:
-    parameters = list(target.parameters()) if isinstance(target, nn.Module) else target
-    parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    items: Any = target.parameters() if isinstance(target, nn.Module) else target
+    parameters = list(items) if isinstance(items, Iterable) and not is_tensor(items) else [items]
+    if not all(map(is_tensor, parameters)):
+        raise TypeError(
+            f"hf_zero: {purpose} got {shown(target)}. It takes a module, a parameter or several parameters."
+        )
     engine = _engine_with(parameters)
     if engine is None:
         yield

@@ -1,8 +1,10 @@
 """`hf-zero run`: its command line, and the launch of its ranks."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,6 +12,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +70,7 @@ def script_call(words: Sequence[str]) -> ScriptCall:
     parser.add_argument("script", help="A Python file, or a module's name behind -m.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's own arguments.")
     said = parser.parse_args(list(words))
-    if not said.module:
-        _refuse_missing(said.script)
+    _refuse_missing(said.script, is_module=said.module)
     return ScriptCall(
         config=_config(said.zero), script=said.script, is_module=said.module, arguments=tuple(said.arguments)
     )
@@ -79,19 +82,43 @@ def _config(said: str | None) -> ZeroConfig:
     inherited = os.environ.get(CONFIG_VARIABLE)
     if not inherited:
         raise ConfigError(
-            "hf_zero: no config was given. Say it before the script: `--zero 2 script.py --its-own arguments`, or set "
+            "hf_zero: no config was given. Give it before the script: `--zero 2 script.py --its-own arguments`, or set "
             f"{CONFIG_VARIABLE}. --zero takes a stage (0, 1, 2, 3, auto), a YAML file, or settings such as "
             "stage=2,grad_accumulation=local."
         )
     return ZeroConfig.of(inherited, CONFIG_VARIABLE)
 
 
-def _refuse_missing(script: str) -> None:
-    if not Path(script).exists():
+def _refuse_missing(script: str, *, is_module: bool) -> None:
+    """Raises `ConfigError` if Python cannot run the script or module."""
+    path = Path(script)
+    if is_module:
+        # Only the first package is looked up: finding a module inside it would import it. Ranks also import from this folder.
+        first = script.partition(".")[0]
+        if first in sys.modules or find_spec(first) or PathFinder.find_spec(first, [""]):
+            return
+        meant = "A file has no -m before it" if path.exists() else "Give a name that `import` finds from this folder"
+        raise ConfigError(f"hf_zero: there is no module {shown(script)}. {meant}.")
+    if path.suffix == ".ipynb":
         raise ConfigError(
-            f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. Give the path of a Python file, or `-m` and a "
-            "module's name."
+            f"hf_zero: {shown(script)} is a notebook. Call hf_zero.launch(train, zero=2) in one of its cells."
         )
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(f"hf_zero: {shown(script)} is a folder without __main__.py. Give the path of a Python file.")
+    if not path.exists():
+        raise ConfigError(f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. {_instead_of(path)}.")
+
+
+def _instead_of(path: Path) -> str:
+    """Returns what was probably meant by a script that is not there."""
+    if path.name in ("python", "python3"):
+        return "Leave out `python`: the script follows the options"
+    if re.fullmatch(r"[a-z_.]+=.*", path.name):
+        return "Settings of --zero are one word, with commas and no spaces: stage=2,comm.timeout_s=600"
+    names = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if near := difflib.get_close_matches(path.name, names, n=1):
+        return f"The nearest one is {shown(str(path.parent / near[0]))}"
+    return "Give the path of a Python file, or `-m` and a module's name"
 
 
 # ---- A config file of accelerate instead of one of hf_zero's ----
@@ -186,13 +213,23 @@ def main() -> None:
         # For the ranks, which get these variables.
         os.environ[PARENT_VARIABLE] = str(os.getpid())
     from accelerate.commands.accelerate_cli import main as accelerate_main
+    from accelerate.commands.config import default_config_file
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+    if not os.path.isfile(default_config_file):
+        # accelerate's own defaults, which it warns about if they are not given. Options of the command line follow, and win.
+        sys.argv[2:2] = ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
     with ExitStack() as stack:
         # All modules in which torchrun creates a store.
         for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
             stack.enter_context(replaced(module, "TCPStore", LoopbackStore))
-        accelerate_main()
+        try:
+            accelerate_main()
+        except ChildFailedError as error:
+            # The ranks' own errors, without a traceback through the launcher.
+            sys.exit(str(error))
 
 
 def _devices(*, cpu: bool) -> tuple[str, int]:

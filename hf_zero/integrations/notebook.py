@@ -61,6 +61,10 @@ def launch(
     """
     if not callable(function):
         raise ConfigError(f"hf_zero: launch got {shown(function)}; it takes a function: hf_zero.launch(train, ...).")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ConfigError(
+            f"hf_zero: launch got args {shown(args)}; it takes a tuple: hf_zero.launch(train, (value,), ...)."
+        )
     with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as name:
         folder = Path(name)
         # By value, with the globals used in the function, because a notebook's functions are not in a file.

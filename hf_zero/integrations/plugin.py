@@ -223,6 +223,12 @@ class ZeroPlugin(ParallelismConfig):
             return None
         return mesh_of_batches(device_type or "cpu", self.tp_size * self.sp_size, " x ".join(sizes))
 
+    def on_init_end(self, *_args: object, **_kwargs: object) -> None:
+        """Refuses a plugin in Trainer's `callbacks`, which have this method."""
+        raise ConfigError(
+            f"hf_zero: {self!r} is in Trainer's callbacks. Pass a ZeroCallback there: ZeroCallback({self.config.stage})."
+        )
+
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)
         trainer = trainer_in_callers()

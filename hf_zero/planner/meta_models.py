@@ -66,11 +66,13 @@ def read_config(name: str | Path) -> PretrainedConfig:
     text, path = str(name), Path(name)
     exists = path.exists()
     if not exists and (
-        path.suffix == ".json" or text.count("/") > 1 or not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", text)
+        path.suffix == ".json" or text.count("/") > 1 or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", text)
     ):
         raise PlanError(f"hf_zero: {text} is no folder or config.json here, and no name of the Hub (OWNER/MODEL).")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise PlanError(f"hf_zero: {text} has no config.json.")
+        inside = next(iter(sorted(path.glob("*/config.json"))), None)
+        where = "Give the folder of a model" if inside is None else f"Give {inside.parent}, which has one"
+        raise PlanError(f"hf_zero: {text} has no config.json. {where}.")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     tries = [True] if exists or offline else [True, False]
     fault: Exception | None = None

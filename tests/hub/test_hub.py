@@ -387,7 +387,7 @@ def test_a_missing_and_a_wrong_token_are_refused_in_one_line(plain, server, monk
     before = list(server.requests)
     [line] = refusals("push", plain, REPO)
     assert line == (
-        f"hf_zero: no token to write to {REPO} with. Say `hf auth login`, or set HF_TOKEN to a token that may write."
+        f"hf_zero: no token to write to {REPO} with. Run `hf auth login`, or set HF_TOKEN to a token that may write."
     )
     assert server.requests == before
 

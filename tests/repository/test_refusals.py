@@ -170,6 +170,8 @@ NO_REFUSALS = {
     "in the script's ParallelismConfig": "arguments of a call",
     "takes input_ids or inputs_embeds": "arguments of a call",
     "Pass an object: ": "arguments of a call",
+    "parallelism_config is a ZeroCallback": "arguments of a call",
+    "in Trainer's callbacks. Pass": "arguments of a call",
     "It takes a model and its optimizers": "arguments of a call",
     "the same config object": "an error that hf_zero has noticed in time",
     "give one of the two": "arguments of a call",
