@@ -47,10 +47,15 @@ class RankReport:
         return self.where is not None and self.where.waits_in is not None and not self.is_over
 
     def waits_for(self, begun: Mapping[str, int]) -> bool:
-        """Whether the rank waits in a collective not begun by a rank with these counts of started collectives."""
+        """Whether the rank waits in a collective not begun by a rank with these counts of started collectives.
+
+        A barrier of the script counts as well: a rank that left the same barrier seconds ago would have released this rank.
+        """
         where = self.where
-        if where is None or where.kind is None:
+        if where is None or self.is_over:
             return False
+        if where.kind is None:
+            return where.is_in_barrier
         return self.is_waiting and where.begun.get(where.kind, 0) > begun.get(where.kind, 0)
 
     def __str__(self) -> str:

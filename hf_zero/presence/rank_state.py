@@ -39,6 +39,7 @@ class RankState:
         seconds: duration of the wait.
         failure: the reason of the failure, if the collective is failing.
         torch_call: the function of torch.distributed that the rank is in, outside of hf_zero.
+        is_in_barrier: whether this function is a barrier of all ranks.
         line: the current line of the script.
         begun: how often each kind of collective was started.
         holds: the module or the parameters of the bucket of `waits_in`.
@@ -55,6 +56,7 @@ class RankState:
     torch_call: str | None
     line: str
     begun: dict[str, int]
+    is_in_barrier: bool = False
     holds: str = ""
     place: str = ""
     began: str = ""
@@ -98,6 +100,17 @@ def script_frame() -> tuple[FrameType | None, str | None]:
             return frame, torch_call
         frame = frame.f_back
     return innermost, torch_call
+
+
+def is_in_barrier() -> bool:
+    """Whether the main thread is in torch.distributed's barrier of all ranks."""
+    frame = _main_frame()
+    while frame is not None:
+        if frame.f_code.co_name == "barrier" and frame.f_code.co_filename.endswith(_COLLECTIVES):
+            # The frame's own module: this file is also used without torch.
+            return frame.f_locals.get("group") in (None, frame.f_globals["GroupMember"].WORLD)
+        frame = frame.f_back
+    return False
 
 
 def torch_call_in(trace: TracebackType | None) -> str | None:

@@ -73,10 +73,10 @@ class StoreBarrier:
             pause_s = min(2 * pause_s, _PAUSE_S)
 
     def _refuse_to_wait_in_vain(self, purpose: str, missing: list[int], wait: Wait, alone: str) -> None:
-        lines = self._watchdog.look_for(missing, wait)
-        if lines is not None:
+        waiting, lines = self._watchdog.look_for(missing, wait)
+        if waiting:
             self._give_up(purpose, missing)
-            raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", alone, lines)
+            raise _came_alone(purpose, f"ranks {waiting} wait for this one elsewhere", alone, lines)
 
     def _give_up(self, purpose: str, missing: list[int]) -> None:
         def tell(store: Keys) -> None:

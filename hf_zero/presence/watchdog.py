@@ -20,7 +20,7 @@ from ..comm.ledger import SAVE, Wait, Watch
 from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .error_hook import end_process
-from .rank_state import RankState, ScriptCollective, main_stack, script_line
+from .rank_state import RankState, ScriptCollective, is_in_barrier, main_stack, script_line
 from .store import Keys, StoreSilentError, StoreThread
 
 T = TypeVar("T")
@@ -202,14 +202,13 @@ class Watchdog(Watch):
 
         return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
 
-    def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
-        """Describes the state of each rank if a missing rank waits for this one in another collective; None otherwise."""
+    def look_for(self, missing: Sequence[int], wait: Wait) -> tuple[list[int], str]:
+        """Returns the missing ranks that wait for this one in another collective, and the state of each rank."""
 
-        def proof(store: Keys) -> str | None:
+        def proof(store: Keys) -> tuple[list[int], str]:
             found = self._survey(store)
-            if not any(found[rank].waits_for(self.begun) for rank in missing):
-                return None
-            return StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found).in_lines
+            report = StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found)
+            return [rank for rank in missing if found[rank].waits_for(self.begun)], report.in_lines
 
         return self._thread.ask(proof, 2 * _ANSWER_S + _STORE_S)
 
@@ -409,6 +408,7 @@ class Watchdog(Watch):
             failure=None if wait is None else wait.failure,
             # In a collective of the engine, the function of torch was not called by the script.
             torch_call=torch_call if wait is None else None,
+            is_in_barrier=wait is None and is_in_barrier(),
             line=line,
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,

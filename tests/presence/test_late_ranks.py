@@ -24,7 +24,7 @@ from faulty_ranks import outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from shared_ranks import run_on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
@@ -360,6 +360,31 @@ def waits_for_a_rank_that_ends(rank: int, world_size: int, call: str, output_dir
     return str(caught.value)
 
 
+@pytest.mark.parametrize("others", [[0, 1, 2], [1, 2]], ids=["of all ranks", "of the others"])
+@on_ranks(3)
+def test_a_rank_in_a_barrier_of_all_ranks_waits_for_the_one_in_a_collective_call(rank, world_size, others):
+    group = dist.group.WORLD if len(others) == world_size else dist.new_group(others)
+    model = torch.nn.Linear(4, 4)
+    ZeroEngine(model, [torch.optim.SGD(model.parameters(), 0.1)], 3)
+    if rank == 1:
+        dist.barrier(group)
+    if rank == 2:
+        # Until rank 0 has looked several times.
+        time.sleep(4)
+        dist.barrier(group)
+    with mock.patch("hf_zero.presence.store_barrier._LOOK_S", 1.0):
+        if len(others) < world_size:
+            assert model.state_dict()["weight"].shape == (4, 4)
+        elif rank == 0:
+            began_s = time.monotonic()
+            with pytest.raises(
+                CommunicationError, match=r"came to state_dict\(\) of Linear; ranks \[1\] wait for this"
+            ):
+                model.state_dict()
+            assert time.monotonic() - began_s < 4
+            dist.barrier()
+
+
 # ---- collectives in the queue of an accelerator ----
 
 
@@ -622,7 +647,7 @@ def own_values(
         if bucket.keeps_master and not bucket.memory.is_master:
             found.append((f"master of {name}", row.tensor.data))
         for kind, value in optimizer.state.get(row.tensor, {}).items():
-            place = engine.optimizers[0]._holder.view(row, kind, value)
+            place = engine.optimizers[0]._storage.view(row, kind, value)
             packed = [place.state.cut(place.interval).codes.data] if isinstance(place, PackedPart) else [value.data]
             found += [(f"{kind} of {name}", each) for each in packed]
     return found
