@@ -46,15 +46,15 @@ class Failing(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Four layers in the order of `order`; `undefined` has one of them pass without gradients.
+    """`count` layers in the order of `order`; `undefined` has one of them pass without gradients.
 
     With `fails_at`, the backward fails after the last so many layers.
     """
 
-    def __init__(self):
+    def __init__(self, count: int = 4):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.order: tuple[int, ...] = (0, 1, 2, 3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.order: tuple[int, ...] = tuple(range(count))
         self.undefined: int | None = None
         self.fails_at: int | None = None
         self.weight_again: int | None = None
@@ -194,6 +194,13 @@ def a_weight_alone_once_more_with_a_late_gradient(run: Run) -> None:
         usual(run)
 
 
+def recomputed_by_all_and_then_only_the_first_layer_on_rank_1(run: Run) -> None:
+    with changed(run.model, recomputes=True, is_reentrant=True):
+        usual(run)
+        with changed(run.model, order=(0,) if dist.get_rank() else run.model.order):
+            usual(run)
+
+
 def recomputed(run: Run) -> None:
     with changed(run.model, recomputes=True):
         usual(run)
@@ -288,6 +295,8 @@ STAGES_OF = {
     a_weight_alone_once_more_with_a_late_gradient: 3,
     failed_on_rank_0_while_gradients_accumulate: 2,
 }
+# With so many layers, the reductions of a backward need more buffers than there are.
+LAYERS_OF = {recomputed_by_all_and_then_only_the_first_layer_on_rank_1: 7}
 WAYS = [
     *(on_rank_0_a_layer_less, on_all_ranks_a_layer_less, undefined_on_rank_0, undefined_on_all_ranks),
     *(in_another_order, a_layer_twice, a_layer_twice_on_rank_1_with_late_gradients, recomputed),
@@ -295,7 +304,7 @@ WAYS = [
     *(zeroed_in_place_and_a_layer_less, frozen_for_a_step, a_bias_frozen_for_a_step, for_some_inputs),
     *(not_through_the_output, and_a_penalty_in_its_own_backward, failed_before_any_gradient),
     *(failed_on_rank_0_while_gradients_accumulate, a_layer_twice_in_a_row_on_rank_0_before_its_bucket_starts),
-    a_weight_alone_once_more_with_a_late_gradient,
+    *(a_weight_alone_once_more_with_a_late_gradient, recomputed_by_all_and_then_only_the_first_layer_on_rank_1),
 ]
 
 
@@ -310,7 +319,7 @@ def values(run: Run) -> list[torch.Tensor]:
 @on_shared_ranks
 def test_a_pass_that_goes_another_way_trains_as_without_learning(rank, world_size, way: Callable[[Run], None]):
     torch.manual_seed(0)
-    model = Layers()
+    model = Layers(LAYERS_OF.get(way, 4))
     for stage in range(STAGES_OF.get(way, 4)):
         reference, run = Run(copy.deepcopy(model), None), Run(copy.deepcopy(model), stage)
         for number, each in enumerate([usual, usual, usual, way, way, usual]):
