@@ -23,7 +23,7 @@ from ..offload.shards import Region
 from ..offload.tiers import Tier
 from .flat_views import FlatViews
 from .memory import ParameterMemory, clear_padding
-from .precision import Precision, forget_loaded, wanted_dtype
+from .precision import Precision
 from .sharded import (
     ClippedGradient,
     Coefficient,
@@ -35,6 +35,7 @@ from .sharded import (
     refuse_norms,
     taken_gradients,
 )
+from .unread_weights import forget_loaded, wanted_dtype
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's shards of the buffer ----
 

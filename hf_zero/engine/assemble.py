@@ -15,7 +15,7 @@ from ..arithmetic.flat import give_up_triton, runs_triton, uses_kernels
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales
-from ..buckets.precision import wanted_dtype
+from ..buckets.unread_weights import wanted_dtype
 from ..comm.all_or_none import Exchange, all_or_none, first_difference
 from ..comm.groups import Groups, with_time_limits
 from ..comm.transport import Transport
@@ -37,23 +37,15 @@ from ..stage3.unsharding import Unsharding
 from ..step.nonfinite import NonFiniteCheck
 from ..step.norm import GradientNorm, choose_norm
 from ..step.parameter_gather import ParameterGather
-from .bucketing import (
-    BucketBuilder,
-    Division,
-    SplitKinds,
-    check_parameters,
-    owners,
-    refuse_beside_split,
-    refuse_renormed_embeddings,
-    refuse_shared_storage,
-    shards_parameters,
-)
 from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
+from .builder import BucketBuilder
+from .division import Division, SplitKinds, owners, shards_parameters
 from .exact_weights import ExactWeights
 from .models import models_in
 from .parameter_places import ParameterPlaces
 from .room import bytes_elsewhere, refuse_unless_it_fits, reshards_after_forward
 from .split_model import CopyChecks, Mesh, SplitModel
+from .unsupported import check_parameters, refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .wire import Wire, choose_wire
 
 

@@ -11,8 +11,9 @@ from ..buckets.packed import bytes_beside
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
-from ..optimizer.bucket_state import flat_state, state_kinds
+from ..optimizer.nested_state import flat_state
 from ..optimizer.storage import OptimizerStorage
+from ..optimizer.trial_step import state_kinds
 from ..stage3.sharded_model import ShardedModel
 from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts

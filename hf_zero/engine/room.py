@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
+from ..buckets.precision import resolve_precision
+from ..buckets.unread_weights import is_loaded, wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, RankGroup
 from ..comm.transport import Transport
 from ..config import AUTO, OuterConfig, ZeroConfig
 from ..device import available_host_bytes, free_bytes, ranks_on_this_host
+from ..layout.blocks import block_bytes, is_in_blocks
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
-from ..optimizer.bucket_state import tier_bytes_needed
+from ..optimizer.trial_step import state_kinds
 from .split_model import Mesh
 
 _ROOM_TO_KEEP_WHOLE = 4
@@ -44,25 +46,15 @@ def bytes_elsewhere(
     """Counts bytes that `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
     offload, host, disk = config.offload, 0, 0
 
-    def shards_of(parameter: nn.Parameter) -> int:
-        return mesh.group_of(parameter).groups.shard_size
-
     def share(parameters: Iterable[nn.Parameter]) -> int:
         sizes = Counter[int]()
         for p in parameters:
-            sizes[shards_of(p)] += p.numel() * _itemsize(config, p)
+            sizes[_shards_of(mesh, p)] += p.numel() * _itemsize(config, p)
         return sum(size // shards for shards, size in sizes.items())
 
     if offload.moves_state:
         on_disk = offload.optimizer == "nvme"
-        moved = tier_bytes_needed(
-            owner,
-            optimizers,
-            lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
-            shards_of,
-            with_gradients=not on_disk,
-            in_blocks=config.quantises_moments,
-        )
+        moved = _state_bytes(config, owner, optimizers, mesh, apart=parameter_tier.masters_apart(tier))
         # A lower bound, because whole buckets move. Anchors of outer steps are stored with masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
         host, disk = (0, moved) if on_disk else (moved, 0)
@@ -77,6 +69,46 @@ def bytes_elsewhere(
             once = share(equal)
             host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
     return Elsewhere(host=host, disk=disk)
+
+
+def _state_bytes(
+    config: ZeroConfig,
+    owner: Mapping[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: Mesh,
+    *,
+    apart: bool,
+) -> int:
+    """Counts bytes of masters, optimizer state and, in host memory, gradients of a rank's part.
+
+    State that cannot be known beforehand is not counted.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        apart: whether masters are separate from parameters with the same dtype.
+    """
+    kinds: dict[tuple, list[int]] = {}
+    # Bytes by the number of ranks sharing them.
+    total = Counter[int]()
+    for parameter, (index, group) in owner.items():
+        precision = resolve_precision(config, wanted_dtype(parameter), apart=apart)
+        key = (index, group, precision.master)
+        # Run one trial step per group and dtype, because a model may have thousands of parameters.
+        if key not in kinds:
+            optimizer = optimizers[index] if index >= 0 else None
+            found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
+            kinds[key] = [dtype.itemsize for _, dtype in found or ()]
+        master = precision.master.itemsize if precision.has_master else 0
+        gradient = 0 if config.offload.optimizer == "nvme" else precision.master.itemsize
+        numel = parameter.numel()
+        packed = config.quantises_moments and is_in_blocks(numel)
+        state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
+        total[_shards_of(mesh, parameter)] += state + numel * (master + gradient)
+    return sum(nbytes // shards for shards, nbytes in total.items())
+
+
+def _shards_of(mesh: Mesh, parameter: nn.Parameter) -> int:
+    return mesh.group_of(parameter).groups.shard_size
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:

@@ -15,7 +15,7 @@ from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
-from ..optimizer.bucket_state import state_itemsizes
+from ..optimizer.trial_step import state_itemsizes
 from ..step.row_writes import RowWrites
 from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts

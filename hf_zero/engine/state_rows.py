@@ -10,8 +10,10 @@ from torch import nn
 from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, name_of
 from ..layout.intervals import Interval
-from ..optimizer.bucket_state import flat_state, is_elementwise, nested_state, with_dimensions, with_each
+from ..optimizer.bucket_state import is_elementwise
+from ..optimizer.nested_state import flat_state, nested_state, with_each
 from ..optimizer.storage import OptimizerStorage
+from ..optimizer.trial_step import with_dimensions
 from ..step.sharded_optimizer import ShardedOptimizer
 
 # ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----

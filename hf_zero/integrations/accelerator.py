@@ -15,15 +15,16 @@ from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
+from ..buckets.precision import for_evaluation, resolve_casts
+from ..buckets.unread_weights import is_loaded
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
-from ..engine.bucketing import refuse_other_engines
 from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine
 from ..engine.kept_state import keep_state, take_up_state
+from ..engine.unsupported import refuse_other_engines
 from ..extras import extra, is_installed
 from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to

@@ -30,8 +30,9 @@ from ..extras import extra
 from ..forecast.fit import FORECAST_ERROR
 from ..forecast.peak import AtStart, Forecast
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
-from ..optimizer.bucket_state import is_of_torch, unsaved_state
+from ..optimizer.own_step import is_of_torch
 from ..optimizer.trial import UpdateScope
+from ..optimizer.trial_step import unsaved_state
 from ..presence.arrivals import CommunicationError, leave_together, register_process
 from ..presence.error_hook import ErrorHook
 from .environment import trainer_in_callers

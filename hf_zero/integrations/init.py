@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
-from ..buckets.precision import mark_loaded
+from ..buckets.unread_weights import mark_loaded
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks

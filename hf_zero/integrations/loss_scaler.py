@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..buckets.precision import wanted_dtype
+from ..buckets.unread_weights import wanted_dtype
 from ..config import AUTO
 from ..engine.engine import ZeroEngine
 from ..engine.loss_scale import GradScaler, scale_over_shards

@@ -16,8 +16,8 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 
-from ..buckets.precision import mark_loaded, wanted_dtype
 from ..buckets.rows import MASTER
+from ..buckets.unread_weights import mark_loaded, wanted_dtype
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
 from ..checkpoint.manifest import WEIGHTS, Manifest, SaveIdentity

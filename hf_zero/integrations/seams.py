@@ -217,7 +217,7 @@ SEAMS = (
     Seam(
         owner="torch.optim:Optimizer",
         names=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        where=("optimizer/bucket_state", "optimizer/storage", "step/sharded_optimizer"),
+        where=("optimizer/own_step", "optimizer/storage", "step/sharded_optimizer"),
         why="Step hooks must not run for partial and trial steps. Other pre-hooks may write to stepped rows, so ours run last.",
         test="test_whole_parameters.py::test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone",
     ),
@@ -281,7 +281,7 @@ SEAMS = (
     Seam(
         owner="torch.utils._python_dispatch:",
         names=("TorchDispatchMode",),
-        where=("planner/trace", "optimizer/trial", "optimizer/bucket_state"),
+        where=("planner/trace", "optimizer/trial", "optimizer/trial_step"),
         why="Sees each operation: to count saved tensors, to make copies of an optimizer draw the same random numbers, and to "
         "detect collectives in a trial step.",
         test="test_forecast.py::test_a_trace_counts_what_autograd_saves",

@@ -10,7 +10,8 @@ from ..device import peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..hooks.weak import engine_attached_to
-from ..optimizer.bucket_state import is_of_torch, unsaved_state
+from ..optimizer.own_step import is_of_torch
+from ..optimizer.trial_step import unsaved_state
 
 _MIB = 2**20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 
-from ..buckets.precision import float32_names
+from ..buckets.kept_dtypes import float32_names
 from ..checkpoint.files import (
     CheckpointError,
     Progress,

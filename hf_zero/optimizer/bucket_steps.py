@@ -15,7 +15,8 @@ from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook
 from ..offload.files import OffloadError, StoredShard
 from ..offload.walk import Window
-from .bucket_state import BucketState, group_with, own_step
+from .bucket_state import BucketState
+from .own_step import group_with, own_step
 
 _ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
 

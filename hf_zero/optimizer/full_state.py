@@ -11,7 +11,8 @@ from ..buckets.rows import name_of
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..device import allocate
-from .bucket_state import flat_state, is_elementwise, nested_state
+from .bucket_state import is_elementwise
+from .nested_state import flat_state, nested_state
 from .storage import OptimizerStorage
 
 

@@ -9,14 +9,8 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import SIGNED, UNSIGNED, DynamicCode, PackedPart, PackedState
 from ..config import ConfigError
 from ..layout.blocks import is_in_blocks
-from .bucket_state import (
-    Placeholders,
-    Regions,
-    States,
-    StateStorage,
-    is_elementwise,
-    state_kinds,
-)
+from .bucket_state import Placeholders, Regions, States, StateStorage, is_elementwise
+from .trial_step import state_kinds
 
 CODES: dict[str, DynamicCode] = {
     "exp_avg": SIGNED,

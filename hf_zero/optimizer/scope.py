@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ..config import ZeroConfig
-from .bucket_state import settings_of
 from .known import known_scope, refuse_unsuited
+from .own_step import settings_of
 from .trial import Finding, UpdateScope, try_optimizer
 
 

@@ -16,8 +16,9 @@ from ..buckets.sharded import widen
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..offload.tiers import StateFiles
-from .bucket_state import DUE, BucketState, KernelReport, StateStorage
+from .bucket_state import BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
+from .nested_state import DUE
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 

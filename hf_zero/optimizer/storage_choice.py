@@ -10,17 +10,11 @@ from ..config import ZeroConfig
 from ..layout.blocks import has_blocks
 from ..offload.files import Kind, StoredShard
 from ..offload.tiers import StateFiles, Tier
-from .bucket_state import (
-    BucketState,
-    MasterStorage,
-    Placeholders,
-    StateStorage,
-    kinds_by_size,
-    state_kinds,
-)
+from .bucket_state import BucketState, MasterStorage, Placeholders, StateStorage
 from .moments_in_blocks import PackedMoments, StateInBlocks, codes_of_groups
 from .rounded_master import RoundedMaster
 from .state_in_files import MasterInFile, MomentsInFile, StateInFile, kinds_in_blocks
+from .trial_step import kinds_by_size, state_kinds
 
 
 class StorageChoice:

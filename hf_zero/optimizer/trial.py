@@ -13,14 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bucket_state import (
-    CollectivesRefused,
-    double_of,
-    enter_training,
-    own_step,
-    settings_of,
-    without_collectives,
-)
+from .own_step import double_of, enter_training, own_step, settings_of
+from .trial_step import CollectivesRefused, without_collectives
 
 
 class UpdateScope(Enum):

@@ -12,13 +12,13 @@ from ..buckets.packed import bytes_beside, scales_as_parameters
 from ..buckets.precision import Precision
 from ..comm.groups import Groups, RankGroup
 from ..config import ZeroConfig
-from ..engine.bucketing import Division, Part, SplitKinds, owners, precision_of, shards_parameters
+from ..engine.division import Division, Part, SplitKinds, owners, precision_of, shards_parameters
 from ..forecast.peak import Activations, Forecast, Passing, forecast, forecast_ddp
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 from ..layout.buckets import USUAL_ALIGNMENT, BucketLayout
 from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.walk import WINDOW
-from ..optimizer.bucket_state import state_itemsizes
+from ..optimizer.trial_step import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
 # ---- The engine's layout of a model's state for any number of ranks, without allocating memory ----

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..buckets.kept_dtypes import uncast_parameters
 from ..buckets.packed import is_packed
-from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
 from ..forecast.fit import RESERVE, PlanError

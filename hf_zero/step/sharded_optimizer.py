@@ -19,7 +19,9 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..layout.intervals import Interval
-from ..optimizer.bucket_state import (
+from ..optimizer.full_state import full_state
+from ..optimizer.nested_state import with_each
+from ..optimizer.own_step import (
     NO_ARGUMENTS,
     double_of,
     enter_training,
@@ -28,13 +30,11 @@ from ..optimizer.bucket_state import (
     note_arguments,
     own_step,
     settings_of,
-    with_dimensions,
-    with_each,
 )
-from ..optimizer.full_state import full_state
 from ..optimizer.scope import is_of_bitsandbytes, kept_by_parameter
 from ..optimizer.state_by_parameter import StateByParameter
 from ..optimizer.storage import OptimizerStorage
+from ..optimizer.trial_step import with_dimensions
 from .row_writes import RowWrites
 
 _SCALES_ITSELF = "_step_supports_amp_scaling"

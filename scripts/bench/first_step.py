@@ -58,13 +58,13 @@ def _time_parts(parts: dict[str, float]) -> None:
     clocks = Clocks()
     from hf_zero import ZeroCallback  # noqa: F401
     from hf_zero.comm.control import Control
-    from hf_zero.engine import bucketing
+    from hf_zero.engine import division
     from hf_zero.engine.engine import ZeroEngine
     from hf_zero.integrations import accelerator
 
     parts["imports"] = clocks.spent().cpu_s
     owners = {
-        "trials": (bucketing, "find_scope"),
+        "trials": (division, "find_scope"),
         "engine": (ZeroEngine, "__init__"),
         "agreement": (Control, "exchange"),
     }

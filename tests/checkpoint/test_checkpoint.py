@@ -40,7 +40,7 @@ from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.buckets import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval
-from hf_zero.optimizer.bucket_state import flat_state, nested_state
+from hf_zero.optimizer.nested_state import flat_state, nested_state
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -60,8 +60,8 @@ from transformers import (
 )
 
 from hf_zero.config import ConfigError, ZeroConfig
-from hf_zero.engine.bucketing import find_unit_modules, group_layers, own_parameters
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.units import find_unit_modules, group_layers, own_parameters
 
 pytestmark = pytest.mark.timeout(180)
 

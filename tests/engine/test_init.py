@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import hf_zero
-from hf_zero.buckets.precision import is_loaded
+from hf_zero.buckets.unread_weights import is_loaded
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

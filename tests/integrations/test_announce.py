@@ -13,7 +13,7 @@ from training import gpt2
 from hf_zero import ZeroEngine
 from hf_zero.device import in_units
 from hf_zero.integrations.announce import announce, ddp_state, state_plan
-from hf_zero.optimizer.bucket_state import state_itemsizes
+from hf_zero.optimizer.trial_step import state_itemsizes
 
 pytestmark = pytest.mark.timeout(150)
 

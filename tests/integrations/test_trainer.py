@@ -35,7 +35,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero import ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
-from hf_zero.buckets.precision import is_loaded
+from hf_zero.buckets.unread_weights import is_loaded
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.structure import checkpoint_faults
 

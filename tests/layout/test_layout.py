@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_zero.buckets.precision import choose_sizes, cost_of
+from hf_zero.buckets.sizes import choose_sizes, cost_of
 from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
 from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS

@@ -40,8 +40,8 @@ from hf_zero.offload.choice import Placement
 from hf_zero.offload.host_memory import HostCores, host_memory_fault
 from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.tiers import HostTier
-from hf_zero.optimizer.bucket_state import state_kinds
 from hf_zero.optimizer.bucket_steps import BucketStep
+from hf_zero.optimizer.trial_step import state_kinds
 
 pytestmark = pytest.mark.timeout(180)
 CPU = {"offload": {"optimizer": "cpu"}}

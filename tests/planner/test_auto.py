@@ -19,7 +19,7 @@ from training import LENGTH, VOCABULARY, gpt2
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin
-from hf_zero.buckets.precision import cost_of
+from hf_zero.buckets.sizes import cost_of
 from hf_zero.forecast.fit import NothingFitsError
 from hf_zero.planner import auto
 from hf_zero.planner.auto import assume, choose_config

@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_zero.buckets.precision import SMALLEST_UNIT_BYTES
+from hf_zero.buckets.sizes import SMALLEST_UNIT_BYTES
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
