@@ -36,7 +36,7 @@ _HOME_OF = {
     "last_good_state": "integrations.elastic",
     "launch": "integrations.notebook",
     "parallel_config": "integrations.model_parallel",
-    "same_global_batch": "integrations.elastic",
+    "same_global_batch": "integrations.global_batch",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -85,8 +85,9 @@ if TYPE_CHECKING:
     from .engine.loss_scale import GradScaler
     from .foreign.migrate import migrate
     from .integrations.arguments import ZeroCallback, ZeroTrainingArguments, with_zero
-    from .integrations.elastic import last_good_state, same_global_batch
+    from .integrations.elastic import last_good_state
     from .integrations.gathered import engine_of, gathered, unsharded
+    from .integrations.global_batch import same_global_batch
     from .integrations.init import init
     from .integrations.model_parallel import parallel_config
     from .integrations.notebook import launch
@@ -136,4 +137,4 @@ if not _nccl_may_have_run():
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 if os.environ.get("HF_ZERO_CONFIG"):
-    import_module(".integrations.environment", __name__).watch_for_the_variable()
+    import_module(".integrations.step_watch", __name__).watch_for_the_variable()

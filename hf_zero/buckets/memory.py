@@ -13,7 +13,6 @@ from ..layout.intervals import Interval
 from ..offload.copies import HostToDevice
 from ..offload.shards import Region
 
-#
 # Except on the host, new memory has arbitrary contents. A block of a quantised tensor may begin in a parameter and end in
 # padding, and has a single scale, so a NaN in the padding would make the parameter's elements NaN.
 

@@ -13,7 +13,6 @@ from .kept_dtypes import GatheredDtypes
 from .precision import resolve_precision
 from .unread_weights import wanted_dtype
 
-#
 # [Note: the size of buckets] A collective of b bytes costs latency + b / bandwidth. Gradients of n bytes are reduced in n / b
 # buckets during backward. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
 # more parts cannot be hidden: backward computes the first b bytes before any reduction starts, and the reduction of the last b

@@ -15,21 +15,10 @@ import xxhash
 
 from ..layout.boxes import Box
 from ..layout.intervals import EvenCuts, Interval, even_cuts, joined_intervals
-from .files import (
-    HASH_DIGITS,
-    CheckpointError,
-    FileRecord,
-    Written,
-    chunks_in,
-    is_inside,
-    is_shape,
-    is_size,
-    parse_json,
-    read_text,
-    refuse_links,
-    replace_file,
-    shown,
-)
+from .faults import CheckpointError, shown
+from .files import is_inside, refuse_links, replace_file
+from .hashes import HASH_DIGITS, FileRecord, Written, chunks_in
+from .json_files import is_shape, is_size, parse_json, read_text
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 7

@@ -1,96 +1,21 @@
-"""Reads tensors of checkpoints: only the bytes a rank needs, for any world size and stage of the writers."""
+"""Reads the rows of a `zero/` folder: only the bytes a rank needs, for any world size and stage of the writers."""
 
-import io
 import math
-import mmap
-import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 
 from ..device import ask_for
-from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
-from .files import CheckpointError, is_whole_safetensors, read_fault, refuse_links, save_in, spans_in
+from .faults import CheckpointError, read_fault
+from .files import refuse_links
 from .manifest import Manifest, SavedRow, SavedRows, named_save, refuse_other_save
-from .writer import DTYPE_NAMES
-
-# ---- Tensors of a safetensors file in memory-mapped pages, which are only read on access ----
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype unknown to torch."""
-    if name not in _DTYPES:
-        raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
-
-
-def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Maps a safetensors file into memory: name → tensor. Writes to a tensor stay in this process.
-
-    Raises:
-        CheckpointError: the file is no complete safetensors file.
-        OSError: the file cannot be read.
-    """
-    spans = spans_in(path)
-    if spans is None or not is_whole_safetensors(path):
-        raise CheckpointError(
-            f"hf_zero: {path} cannot be read (its header is missing, or says another length); the checkpoint is damaged, "
-            "resume from an earlier one."
-        )
-    with path.open("rb") as file:
-        # Not safetensors' `get_tensor`: it touches a tensor's first page, so the system also reads the pages after it,
-        # and a rank would read far more than its part.
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    if hasattr(mmap, "MADV_RANDOM"):
-        pages.madvise(mmap.MADV_RANDOM)
-    tensors = {}
-    for name, span in spans.items():
-        dtype = dtype_named(span.dtype)
-        numel = (span.end - span.begin) // dtype.itemsize
-        # torch makes no tensor from a buffer without elements.
-        flat = (
-            torch.frombuffer(pages, dtype=dtype, count=numel, offset=span.begin)
-            if numel
-            else torch.empty(0, dtype=dtype)
-        )
-        tensors[name] = flat.view(span.shape)
-    return tensors
-
-
-# ---- Files of `torch.save` of unknown origin ----
-
-
-class _BoundedReads(io.BufferedReader):
-    """A file whose reads never allocate more than its remaining bytes. A pickle of nine bytes may ask for 4 GiB."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def load_tensors(path: Path) -> Any:
-    """Loads a file of `torch.save` with tensors and plain values only. Memory-maps the tensors if the format allows mapping.
-
-    Raises:
-        Exception: of any class, if the file is damaged or contains objects of other classes.
-    """
-    if is_zipfile(path):
-        # torch does not notice damage in a mapped file, so `is_zipfile` has looked for the archive's end first.
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    with _BoundedReads(io.FileIO(path)) as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-
-# ---- The rows of a `zero/` folder ----
+from .mapped_tensors import dtype_named, mapped_tensors
+from .safetensors_headers import save_in
 
 
 class CheckpointReader:
@@ -265,66 +190,3 @@ def _revive(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     return value
-
-
-# ---- A part of a tensor, assembled from blocks in checkpoints of other layouts ----
-
-_Slices = tuple[slice, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedBlock:
-    """A rectangular block of a tensor: consecutive elements along each dimension.
-
-    Attributes:
-        offsets, sizes: in the whole tensor, one per dimension.
-        load: returns the values, of shape `sizes`.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
-
-
-def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> torch.Tensor:
-    """Reads the elements `interval`, in row-major order, of a part of a tensor as a 1-D tensor. Loads only overlapping blocks.
-
-    Args:
-        box: the part of the whole tensor.
-        blocks: together contain each element of the whole tensor exactly once.
-    """
-    row_numel = math.prod(box.local_shape[1:])
-    if interval.numel == 0 or row_numel == 0:
-        return torch.empty(0)
-    rows = Interval(interval.start // row_numel, -(-interval.stop // row_numel))
-    part = box.narrow(0, rows)
-    wanted = list(part.slices())
-    buffer: torch.Tensor | None = None
-    for block in blocks:
-        common = [both for there, here in wanted if (both := _overlap(block, there, here)) is not None]
-        if not common:
-            continue
-        values = block.load()
-        if buffer is None:
-            buffer = torch.empty(part.local_shape, dtype=values.dtype)
-        for in_block, in_part in common:
-            buffer[in_part] = values[in_block]
-    assert buffer is not None
-    first = interval.start - rows.start * row_numel
-    return buffer.reshape(-1)[first : first + interval.numel]
-
-
-def _overlap(block: SavedBlock, there: _Slices, here: _Slices) -> tuple[_Slices, _Slices] | None:
-    """Returns the slices of the common elements of a saved block and a part, in the block and in the part; None without any.
-
-    Args:
-        there, here: the slices of a block of the part, in the whole tensor and in the part.
-    """
-    in_block, in_part = [], []
-    for offset, size, whole, own in zip(block.offsets, block.sizes, there, here, strict=True):
-        start, stop = max(offset, whole.start), min(offset + size, whole.stop)
-        if start >= stop:
-            return None
-        in_block.append(slice(start - offset, stop - offset))
-        in_part.append(slice(start - whole.start + own.start, stop - whole.start + own.start))
-    return tuple(in_block), tuple(in_part)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from .files import CheckpointError, read_mapping, shown
+from .faults import CheckpointError, shown
+from .json_files import read_mapping
 
 STATE_NAME = "trainer_state.json"
 POSITION_NAME = "data_position.json"

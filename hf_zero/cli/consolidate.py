@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.faults import CheckpointError
 from ..config import parse_bytes
 from .output import Dtype, Json, said_plainly, say, say_error, say_json
 

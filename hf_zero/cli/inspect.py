@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.files import read_mapping, refuse_links, shown
+from ..checkpoint.faults import shown
+from ..checkpoint.files import refuse_links
+from ..checkpoint.json_files import read_mapping
 from .output import LONGEST_LINE, Folder, Json, console, said_plainly, say, say_json
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoint.files import shown
+from ..checkpoint.faults import shown
 from ..config import ConfigError
 from ..extras import extra
 from .output import LONGEST_LINE, Json, said_plainly, say, say_json

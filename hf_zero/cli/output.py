@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderHook
 from rich.segment import Segment
 
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.faults import CheckpointError, shown
 from ..config import ConfigError
 from ..config.checks import spelt
 from ..extras import MissingExtraError

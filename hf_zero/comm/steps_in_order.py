@@ -5,7 +5,6 @@ from collections.abc import Callable
 from ..queues import SideQueue
 from .transport import Handle
 
-#
 # [Note: the order of steps] A step may start when the previous step has ended, but nobody is notified of this moment. So the
 # engine advances the steps when the next collective begins, and when a result is needed. No collective leaves its first step
 # before all older ones are at their last step. So on every rank all later steps start in the same order, whichever result the

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.commit import Disk, abandon, begin, commit, seal
-from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
+from ..checkpoint.commit import abandon, begin, commit, seal
+from ..checkpoint.disks import Disk
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import no_folder, refuse_links
+from ..checkpoint.hashes import Progress, untold
 from ..checkpoint.manifest import new_save
-from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
-from ..checkpoint.writer import plan_rows, write_pieces
+from ..checkpoint.origin import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
+from ..checkpoint.rows import plan_rows, write_pieces
 from ..engine.state import EngineState
 from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
 from ..integrations.group_settings import plain_settings

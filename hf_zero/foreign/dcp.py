@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import CheckpointError, is_inside
-from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import is_inside
+from ..checkpoint.origin import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .pickles import Record, load_dcp_metadata, load_stream

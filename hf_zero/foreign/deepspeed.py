@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import CheckpointError, is_inside, read_text
-from ..checkpoint.structure import OPTIMIZER_FILE
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import is_inside
+from ..checkpoint.json_files import read_text
+from ..checkpoint.origin import OPTIMIZER_FILE
 from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
 from .pickles import load_deepspeed_file

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import CheckpointError, read_fault, shown
-from ..checkpoint.reader import load_tensors
+from ..checkpoint.faults import CheckpointError, read_fault, shown
+from ..checkpoint.torch_files import load_tensors
 
 
 class Unread:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.files import CheckpointError, read_fault
-from ..checkpoint.reader import SavedBlock, dtype_named, read_blocks
-from ..checkpoint.structure import weight_shards_of
+from ..checkpoint.faults import CheckpointError, read_fault
+from ..checkpoint.mapped_tensors import dtype_named
+from ..checkpoint.origin import weight_shards_of
+from ..checkpoint.saved_blocks import SavedBlock, read_blocks
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 

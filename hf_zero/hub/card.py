@@ -10,7 +10,8 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from transformers import logging
 from yaml import YAMLError
 
-from ..checkpoint.files import CheckpointError, refuse_links, replace_file, shown
+from ..checkpoint.faults import CheckpointError, shown
+from ..checkpoint.files import refuse_links, replace_file
 from ..integrations.drawing import INK, add_legend, new_axes, write_png
 from ..integrations.run_facts import CardFacts, is_hub_name
 

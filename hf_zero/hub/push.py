@@ -11,9 +11,11 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import no_folder, refuse_links
+from ..checkpoint.hashes import Progress, untold
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import weight_shards_of
+from ..checkpoint.origin import weight_shards_of
 from ..integrations.run_facts import card_facts
 from ..integrations.saved_weights import is_checkpoint_of_ours
 from ..integrations.state_io import ZERO_FOLDER

@@ -13,9 +13,10 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 from yaml import YAMLError
 
-from ..checkpoint.files import CheckpointError, replace_file
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import replace_file
+from ..integrations.row_weights import has_row_weights
 from ..integrations.run_facts import card_facts
-from ..integrations.saved_weights import has_row_weights
 from ..integrations.weights import consolidate
 from .card import CARD_NAME, write_card
 from .push import stage_checkpoint, stage_model

@@ -31,15 +31,20 @@ from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..presence.error_hook import naming_lost_ranks
 from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
-from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
+from .announce import announce
 from .elastic import warn_of_scaled_schedule
-from .environment import RunRecord, refuse_earlier_accelerator
+from .environment import refuse_earlier_accelerator
+from .followed_loader import follow_loader
+from .global_batch import micro_batches_of, rows_of_a_step
+from .loop_stop import LoopStop, follow_signals, may_stop
 from .loss_scaler import seat_scaler, unscale
 from .no_sync import add_no_sync
 from .progress_bars import progress_of
+from .recorded_runs import RecordedAccelerator, begin_in_loop
 from .resume_message import say_resumed
+from .run_record import RunRecord
 from .same_loops import refuse_other_loops
-from .signals import LoopStop, StopSignals, follow_loader, follow_signals, may_stop
+from .signals import StopSignals
 from .skipped_steps import tell_of_skipped_steps
 from .split_models import cut_sequences, refuse_other_split, split_models_aside
 from .state_folder import folder_to_fill, numbered_states, refuse_unless_state

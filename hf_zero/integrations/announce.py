@@ -1,133 +1,27 @@
-"""The table at the start of training, and the figures at its end."""
+"""The table that rank 0 prints when an engine is built: memory, bytes, dtypes and units of the run."""
 
-import atexit
-import logging
 import os
 import sys
-import time
-import weakref
 from collections import Counter
 from collections.abc import Container, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.packed import bytes_beside
-from ..checkpoint.files import in_one_line
 from ..comm.groups import keeps_launch_order
-from ..config import ConfigError, ZeroConfig
 from ..device import available_host_bytes, in_units
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..engine.room import anchor_numel
-from ..extras import extra
 from ..forecast.fit import FORECAST_ERROR
 from ..forecast.peak import AtStart, Forecast
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 from ..optimizer.own_step import is_of_torch
 from ..optimizer.trial import UpdateScope
 from ..optimizer.trial_step import unsaved_state
-from ..presence.arrivals import CommunicationError, leave_together, register_process
-from ..presence.error_hook import ErrorHook
-from .environment import trainer_in_callers
-
-# ---- The number of samples per step on all ranks together, which changes with the number of ranks ----
-
-
-def rows_of_a_step(accelerator: Accelerator) -> str | None:
-    """Returns the samples per optimizer step over ranks and micro-batches, in words; None without a prepared data loader."""
-    loader = next(iter(accelerator._dataloaders), None)
-    sampler = getattr(loader, "batch_sampler", None)
-    rows = getattr(sampler, "batch_size", None)
-    if not isinstance(rows, int):
-        return None
-    # Ranks with tensor or sequence parallelism share the same samples.
-    copies = accelerator.num_processes // ranks_of_a_batch(accelerator)
-    ranks, micro_batches = copies, micro_batches_of(accelerator)
-    if getattr(sampler, "split_batches", False):
-        # With split batches, accelerate deals one batch of the loader to all ranks.
-        rows //= ranks
-    factors = [f"{rows} a rank"]
-    factors += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
-    if ranks == 1:
-        return f"{' x '.join(factors)} on one rank; N ranks take N times as many"
-    return f"{' x '.join([*factors, f'{ranks} ranks'])} = {rows * micro_batches * ranks}"
-
-
-def ranks_of_a_batch(accelerator: Accelerator) -> int:
-    """Returns how many ranks compute a batch together."""
-    said = accelerator.parallelism_config
-    return 1 if said is None else said.tp_size * said.sp_size
-
-
-def micro_batches_of(accelerator: Accelerator) -> int:
-    """Returns the micro-batches of an optimizer step, according to accelerate or Trainer."""
-    trainer = trainer_in_callers()
-    # Trainer counts micro-batches itself and does not set accumulation in accelerate.
-    return (accelerator if trainer is None else trainer.args).gradient_accumulation_steps
-
-
-# ---- A clean end of the process: no communication in flight when the process group is destroyed ----
-
-logger = logging.getLogger(__name__)
-
-_PATIENCE_S = 30.0
-
-
-def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers this Accelerator's work at the exit of the process, and the hook for reporting its last error."""
-    if dist.is_initialized():
-        register_process()
-        # A weak reference, because atexit keeps its arguments until the end of Python, and the Accelerator refers to the
-        # models.
-        atexit.register(_leave, weakref.ref(accelerator))
-        ErrorHook.installed().follow(accelerator)
-
-
-def _leave(reference: weakref.ref) -> None:
-    accelerator = reference()
-    # After an error do not wait: peers may be gone, and the user must see the error at once.
-    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
-        return
-    leave(accelerator.zero_engines if accelerator is not None else [], waits=True)
-    # Destroyed last, because everything above communicates over the process group.
-    dist.destroy_process_group()
-
-
-def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
-    """Finishes running work before the process group is destroyed, and waits for ranks that are still reading.
-
-    Args:
-        engines: the engines of this process.
-        waits: whether to wait even without an engine.
-    """
-    try:
-        for engine in engines:
-            # gloo's threads abort the process if it exits while they work.
-            engine.finish_parameters()
-    except CommunicationError as error:
-        logger.warning(f"{error} This rank had come to its end.")
-    # A peer still reading would regard this exit as a failure; a peer waiting for this rank must notice the exit.
-    watches = [engine.transport.watch for engine in engines]
-    # With an engine, its watch announces this rank's end and keeps the store alive for ranks still at work.
-    at_work = leave_together(_PATIENCE_S) if waits and not watches else []
-    for watch in watches:
-        # The time is shared among the engines, so a rank with several models waits no longer than a rank with one.
-        at_work = watch.leave(_PATIENCE_S / len(watches))
-    if at_work:
-        logger.warning(
-            f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
-            "work. Their later collectives with this rank will fail."
-        )
-
-
-# ---- The plan printed by rank 0 when an engine is built ----
 
 
 def state_plan(engine: ZeroEngine, *, accumulates: bool = False) -> StatePlan:
@@ -333,6 +227,7 @@ def _padding(engine: ZeroEngine) -> str:
 
 
 _WHOLE = "whole parameters, each on one rank"
+
 _CUTS = {
     UpdateScope.ELEMENT: "element-wise",
     UpdateScope.UNKNOWN: f"{_WHOLE}, if it looks at no others",
@@ -490,111 +385,3 @@ def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int
     state = state_bytes if bucket.tier.name == IN_FILES else 0
     separate = bucket.is_away and bucket.keeps_master
     return params * precision.kept.itemsize + state + separate * precision.master.itemsize
-
-
-# ---- `report: true` in accelerate and Trainer: the folder, start and end of the log ----
-
-if TYPE_CHECKING:
-    # Mixed into Accelerator's subclasses at run time; the type checker treats their methods as inherited.
-    from accelerate import Accelerator as _AcceleratorBase
-else:
-    _AcceleratorBase = object
-
-
-class RecordedAccelerator(_AcceleratorBase):
-    """The part of an Accelerator that keeps the log of a run.
-
-    Attributes:
-        zero_recorder: the `RunRecorder` of the current run, only on rank 0 with `report`; None otherwise.
-    """
-
-    zero_config: ZeroConfig
-    zero_recorder: Any | None = None
-
-    def begin_report(self, engine: ZeroEngine, run_folder: str | Path | None, step: int = 0) -> None:
-        """Starts the log of a run, if the settings request one and none is open.
-
-        Args:
-            engine: the engine.
-            run_folder: the folder of the run's files; None if unknown.
-            step: the step from which the run continues.
-
-        Raises:
-            ConfigError: on all ranks, if neither the settings nor the run name a folder.
-        """
-        asked = self.zero_config.report
-        folder = asked if isinstance(asked, str) else run_folder
-        if not asked or (self.zero_recorder is not None and self.zero_recorder.is_open):
-            return
-        if folder is None:
-            raise ConfigError(
-                "hf_zero config: `report: true` writes to the run's folder, and this Accelerator has none. Build it with "
-                "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
-            )
-        # After the error above, which all ranks raise: if only rank 0 raised, the others would wait in their first collective.
-        if engine.world_groups.rank == 0:
-            accumulates = micro_batches_of(self) > 1
-            plan = _planned(engine, accumulates)
-            self.zero_recorder = recorder = extra("report", "RunRecorder")(engine, folder, step=step, plan=plan)
-            # Ended at exit, because a script may not call end_training.
-            weakref.finalize(self, _end_at_exit, recorder)
-
-    def end_report(self, how: str = "finished") -> None:
-        """Ends the log, if there is one, and writes the page."""
-        recorder, self.zero_recorder = self.zero_recorder, None
-        if recorder is not None:
-            recorder.end(how)
-
-    def record_save(self, began_s: float, folder: Path) -> None:
-        """Notes the time for which a save, begun at `began_s` of `time.perf_counter`, has blocked training."""
-        if self.zero_recorder is not None:
-            self.zero_recorder.stall(time.perf_counter() - began_s, "save", folder)
-
-    def resume_report(self, folder: Path) -> None:
-        """Continues the step count from a loaded state recorded in this log."""
-        if self.zero_recorder is not None:
-            self.zero_recorder.go_on_from(folder)
-
-    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
-        recorder = self.zero_recorder
-        if recorder is not None:
-            recorder.log(values, step)
-            values = values | recorder.figures()
-        super().log(values, step=step, log_kwargs=log_kwargs or {})
-
-    def end_training(self) -> None:
-        self.end_report()
-        if dist.is_initialized():
-            # Before accelerate destroys the process group, which the last gathers and the ranks' goodbye need.
-            leave(self.zero_engines)
-        super().end_training()
-
-
-def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
-    """Starts the log of a script's own loop. Trainer's log starts once Trainer knows its first step."""
-    if not (accelerator.zero_config.report and engine.optimizers) or trainer_in_callers() is not None:
-        return
-    accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)
-
-
-def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]:
-    """Returns the plan's bytes per rank, by kind."""
-    plan, ddp = state_plan(engine, accumulates=accumulates), ddp_state(engine)
-    ours = {
-        "parameters": plan.parameters,
-        "frozen": plan.frozen,
-        "masters": plan.masters,
-        "gradients": plan.gradients,
-        "residuals": plan.residuals,
-        "gradient buffers": plan.gradient_buffers,
-        "optimizer state": plan.optimizer,
-    }
-    return {
-        "plan": {kind: nbytes for kind, nbytes in ours.items() if nbytes is not None},
-        "ddp": {"total": ddp.total},
-    }
-
-
-def _end_at_exit(recorder: Any) -> None:
-    error = getattr(sys, "last_value", None)
-    recorder.end("finished" if error is None else in_one_line(error))

@@ -11,7 +11,8 @@ from ..config.checks import cut
 from ..config.zero import differences
 from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
-from .environment import find_in_callers, refuse_engines_of_the_launch
+from .callers import find_in_callers
+from .environment import refuse_engines_of_the_launch
 from .plugin import ZeroPlugin
 from .trainer import ZeroTrainerMixin, install_in_trainer
 

@@ -23,7 +23,9 @@ import huggingface_hub.constants
 import torch
 from torch import nn
 
-from ..checkpoint.files import CheckpointError, read_mapping, reason, refuse_links
+from ..checkpoint.faults import CheckpointError, reason
+from ..checkpoint.files import refuse_links
+from ..checkpoint.json_files import read_mapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.faults import CheckpointError, shown
 
 
 @contextmanager

@@ -1,132 +1,20 @@
-"""Runs resumed with a different number of ranks: global batch, data position, last good state."""
+"""The state from which an accelerate loop resumes after a restart: the newest good one."""
 
-import json
-import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..checkpoint.commit import put_back
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.faults import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.run_log import POSITION_NAME, read_position
-from ..checkpoint.structure import Findings, agreed, findings_in
+from ..checkpoint.verify import Findings, agreed, findings_in
 from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
 
-# ---- A pitfall of torchrun: restarted workers use the store of their predecessors ----
-
-
-def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns a setting to add if restarted workers would fail or hang; None otherwise.
-
-    torch 2.13's agents keep one store for all restarts. Workers may find the addresses of their predecessors in this store.
-    And if the first node is lost, the remaining nodes look for the store at the lost node's address.
-
-    Args:
-        environment: a worker's environment variables.
-    """
-    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_restarted = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
-    if not (is_shared and is_restarted):
-        return None
-    return (
-        "hf_zero: torchrun's workers meet in a store that outlives them. Those that are started again find the addresses of the "
-        "earlier ones in it, or look for it on a node that is lost, and fail or hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-        "for torchrun, on each node."
-    )
-
-
-# ---- The position of training in its data, saved so any number of ranks can resume there ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPosition:
-    """The data trained on before a checkpoint.
-
-    Attributes:
-        global_rows: samples per optimizer step at the start of the run.
-        epoch: complete passes over the data.
-        rows: samples of the incomplete pass.
-    """
-
-    global_rows: int
-    epoch: int
-    rows: int
-
-    def write(self, folder: Path) -> None:
-        (folder / POSITION_NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> "DataPosition | None":
-        """Reads the position of a checkpoint; None if the checkpoint has none.
-
-        Raises:
-            CheckpointError: the file has different content.
-        """
-        content = read_position(folder)
-        return None if content is None else cls(**content)
-
-
-# ---- Samples per optimizer step on all ranks together, kept when the number of ranks changes ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The division of an optimizer step's samples.
-
-    Attributes:
-        rows: samples of a micro-batch on a rank.
-        accumulation: micro-batches per step.
-        world_size: number of ranks with different samples.
-    """
-
-    rows: int
-    accumulation: int
-    world_size: int
-
-    @property
-    def rows_of_a_round(self) -> int:
-        """Samples of one micro-batch on all ranks."""
-        return self.rows * self.world_size
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows_of_a_round * self.accumulation
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows x {self.accumulation} micro-batches x {self.world_size} ranks = {self.global_rows}"
-
-
-def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
-    """Divides the `global_rows` samples of a step among the ranks, with at most `rows` samples in a micro-batch.
-
-    If `world_size` divides `global_rows`, a step has exactly `global_rows` samples, in the largest micro-batches that allow
-    this. Otherwise a step has fewer samples, by less than `world_size * accumulation`.
-
-    Raises:
-        ValueError: there are more ranks than samples.
-    """
-    a_rank = global_rows // world_size
-    if a_rank == 0:
-        raise ValueError(
-            f"hf_zero: a step of {global_rows} rows cannot be dealt to {world_size} ranks. Start at most {global_rows} ranks, or "
-            "train with a larger batch from the beginning."
-        )
-    if global_rows % world_size == 0:
-        micro = next(each for each in range(min(rows, a_rank), 0, -1) if a_rank % each == 0)
-        return Batch(rows=micro, accumulation=a_rank // micro, world_size=world_size)
-    accumulation = -(-a_rank // rows)
-    return Batch(rows=a_rank // accumulation, accumulation=accumulation, world_size=world_size)
-
-
-# ---- The state from which an accelerate loop resumes after a restart: the newest good one ----
-
 logger = get_logger(__name__)
+
 
 # No leading dot: names of unfinished and replaced saves (`.tmp-step_100`, `.old-step_100`) also end with a number.
 _NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")

@@ -1,12 +1,9 @@
-"""Checks the environment before training: variables, launchers, and the first optimizer step."""
+"""Compares the launcher's set-up with the requested one before training."""
 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from collections.abc import Mapping
 
 import psutil
 import torch
@@ -14,131 +11,21 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DDPCommunicationHookType, DistributedType
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.groups import launched_ranks
-from ..config import ConfigError, ZeroConfig
-from ..config.zero import differences
-from .launcher import CONFIG_VARIABLE
-
-# ---- Finds the object under construction, if a hook of accelerate or transformers does not pass it ----
-
-
-def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | None:
-    """Returns the nearest `self` among the callers' frames for which `wanted` is true, or None within `depth` frames."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(depth):
-        if frame is None:
-            return None
-        candidate = frame.f_locals.get("self")
-        if candidate is not None and wanted(candidate):
-            return candidate
-        frame = frame.f_back
-    return None
-
-
-def trainer_in_callers() -> Any | None:
-    """Returns the Trainer whose method is running further up the stack, or None."""
-    if "transformers.trainer" not in sys.modules:
-        # Do not import transformers only for this check: a plain loop may not use transformers, and the import takes seconds.
-        return None
-    from transformers import Trainer
-
-    # One more frame, for this function itself.
-    return find_in_callers(lambda candidate: isinstance(candidate, Trainer), depth=13)
-
-
-# ---- Detects optimizer steps without the requested engine, at the first step, when set-up is complete ----
-#
-# torch calls a global hook before the step of any optimizer. There is no other sign of a plugin ignored by accelerate, or of
-# HF_ZERO_CONFIG ignored by a script.
-
-
-class StepWatch:
-    """Calls `judge` before each optimizer step, until `judge` returns True or the watch is closed.
-
-    Args:
-        judge: called with the optimizer and the engine that steps it, or None; returns True to end the watch.
-    """
-
-    def __init__(self, judge: Callable[[torch.optim.Optimizer, object | None], bool]):
-        self._judge = judge
-        self._is_done = False
-        self._handle = register_optimizer_step_pre_hook(self._look)
-
-    def close(self) -> None:
-        self._is_done = True
-        self._handle.remove()
-
-    def _look(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-        # The hook stays registered when done, because torch is iterating over its hooks at this moment.
-        if not self._is_done:
-            # Imported here, so importing hf_zero does not import the engine.
-            from ..step.sharded_optimizer import engine_stepped_by
-
-            # Mark as done first: if `judge` raises, the user has seen the error, and a notebook may go on.
-            self._is_done = True
-            self._is_done = self._judge(optimizer, engine_stepped_by(optimizer))
-
-
-def watch_for_the_variable() -> None:
-    """Warns once, on rank 0, if HF_ZERO_CONFIG is set but an optimizer steps without an engine."""
-    asked = os.environ[CONFIG_VARIABLE]
-
-    def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
-        # Rank 0 according to the variable RANK, because a script without the engine may have no process group.
-        if engine is None and os.environ.get("RANK", "0") == "0":
-            print(
-                f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
-                "sharded. The variable is what ZeroPlugin() and ZeroCallback() without arguments read. Give "
-                "one of these to the Accelerator or the Trainer, or say `--zero`; or unset the variable.",
-                file=sys.stderr,
-                flush=True,
-            )
-        return True
-
-    StepWatch(judge)
-
-
-# ---- The settings of an unmodified script's run, and what was built with them ----
-
-
-@dataclass(kw_only=True)
-class RunRecord:
-    """Shared by all Accelerators of a run.
-
-    Attributes:
-        config: the config given to `hf_zero.run --zero`.
-        accelerators: number of Accelerators built.
-        engines: number of engines built.
-        models: number of prepared models, with and without an optimizer.
-    """
-
-    config: ZeroConfig
-    accelerators: int = 0
-    engines: int = 0
-    models: int = 0
-
-    def refuse_other(self, config: ZeroConfig) -> None:
-        """Raises `ConfigError` if the script itself sets up hf_zero with settings different from the run's."""
-        if config != self.config:
-            raise ConfigError(
-                "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin "
-                f"or ZeroCallback), have {'; '.join(differences(self.config, config))}. Give one of them, or the "
-                "same to both."
-            )
-
-
-# ---- Compares the launcher's set-up with the requested one at the start ----
+from ..config import ConfigError
 
 _SWITCHES = {
     "ACCELERATE_USE_FSDP": ("FSDP", "--use_fsdp", "--fsdp or an fsdp_plugin"),
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "--use_deepspeed", "--deepspeed or a deepspeed_plugin"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
 }
+
 _SPLITS = ("DP_SHARD", "CP")
 """Axes that hf_zero does not support. Tensor and sequence parallelism are supported, as settings of the plugin."""
+
 _PREFIX = "PARALLELISM_CONFIG"
+
 _YES = ("1", "true", "t", "yes", "y", "on")
 
 

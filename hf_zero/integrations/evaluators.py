@@ -10,7 +10,6 @@ from torch import nn
 from ..hooks.replaced import replaced
 from ..hooks.weak import engine_attached_to
 
-#
 # sentence-transformers' Trainer runs an evaluator on rank 0, which sends each rank a part of the texts. Parts may have
 # different numbers of batches or no text. At stage 3, ranks would wait for a forward that another rank does not run.
 

@@ -7,7 +7,7 @@ import xxhash
 from transformers.utils import is_peft_available
 
 from ..buckets.packed import added_scales
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.faults import CheckpointError
 from ..checkpoint.manifest import Manifest
 from ..engine.engine import ZeroEngine
 from .state_io import ZERO_FOLDER

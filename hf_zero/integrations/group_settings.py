@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.faults import CheckpointError, shown
 
 _OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
 """Settings added to the groups of any optimizer by schedulers and steps."""

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
 from ..buckets.unread_weights import mark_loaded
-from ..checkpoint.commit import on_all_ranks
-from ..checkpoint.files import CheckpointError
-from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks
-from ..checkpoint.structure import is_foreign
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.mapped_tensors import mapped_tensors
+from ..checkpoint.on_all_ranks import on_all_ranks
+from ..checkpoint.origin import is_foreign
+from ..checkpoint.saved_blocks import SavedBlock, read_blocks
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
@@ -26,16 +27,10 @@ from ..hooks.replaced import replaced
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..presence.error_hook import ErrorHook
-from .saved_weights import (
-    FileBlock,
-    blocks_in_files,
-    describe_files,
-    has_row_weights,
-    load_row_weights,
-    names_in,
-    unloaded,
-    weight_files,
-)
+from .file_blocks import FileBlock, blocks_in_files, unloaded
+from .lazy_weights import describe_files
+from .row_weights import has_row_weights, load_row_weights, names_in
+from .saved_weights import weight_files
 from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER
 from .weight_rows import saved_tensors_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import CheckpointError, read_fault
-from ..checkpoint.reader import load_tensors
+from ..checkpoint.faults import CheckpointError, read_fault
+from ..checkpoint.torch_files import load_tensors
 from ..engine.state import EngineState
 from ..layout.intervals import Interval
 from .state_io import SavedOptimizers, refuse_other_state

@@ -17,18 +17,13 @@ from ..config.zero import changed
 from ..hooks.guards import mix_in
 from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
-from .announce import end_cleanly
-from .environment import (
-    RunRecord,
-    StepWatch,
-    check_environment,
-    refuse_engines_of_the_launch,
-    refuse_split_models,
-    sp_size_of_launch,
-    trainer_in_callers,
-)
+from .callers import trainer_in_callers
+from .clean_end import end_cleanly
+from .environment import check_environment, refuse_engines_of_the_launch, refuse_split_models, sp_size_of_launch
 from .launcher import CONFIG_VARIABLE
+from .run_record import RunRecord
 from .split_models import mesh_of_batches
+from .step_watch import StepWatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

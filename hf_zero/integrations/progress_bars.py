@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..checkpoint.files import shown
+from ..checkpoint.faults import shown
 
 _PATIENCE_S = 1.0
 """Shorter work shows no bar."""

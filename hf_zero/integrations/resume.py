@@ -12,15 +12,21 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
-from ..checkpoint.files import CheckpointError, Progress, read_fault, read_mapping, shown
+from ..checkpoint.commit import clear_leftovers, put_back
+from ..checkpoint.disks import Disk, disk_with, find_disk
+from ..checkpoint.faults import CheckpointError, read_fault, shown
+from ..checkpoint.hashes import Progress
+from ..checkpoint.json_files import read_mapping
 from ..checkpoint.manifest import Manifest, row_file
-from ..checkpoint.reader import load_tensors
+from ..checkpoint.on_all_ranks import on_all_ranks
+from ..checkpoint.run_lock import held_alone
 from ..checkpoint.run_log import STATE_NAME, read_position
-from ..checkpoint.structure import Candidate, agreed, find_good, findings_in, in_words, newest_first
+from ..checkpoint.structure import in_words
+from ..checkpoint.torch_files import load_tensors
+from ..checkpoint.verify import Candidate, agreed, find_good, findings_in, newest_first
 from ..comm.all_or_none import exchange_between_ranks
 from ..hooks.replaced import replaced
-from .elastic import trap_of_agents_store
+from .agents_store import trap_of_agents_store
 from .progress_bars import progress_of
 from .state_io import ZERO_FOLDER
 

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..checkpoint.files import shown
+from ..checkpoint.faults import shown
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.run_log import STATE_NAME
 from ..engine.engine import ZeroEngine

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from .elastic import Batch, DataPosition, same_global_batch
+from .data_position import DataPosition
+from .global_batch import Batch, same_global_batch
 
 
 class RowsOfAStep:

@@ -13,11 +13,12 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoint.files import read_mapping, refuse_links, replace_file
+from ..checkpoint.files import refuse_links, replace_file
+from ..checkpoint.json_files import read_mapping
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.origin import is_foreign
+from ..checkpoint.rows import versions_of
 from ..checkpoint.run_log import RUN_FIELDS, RUN_NAME, STATE_NAME, is_finite, is_step, read_history, read_run
-from ..checkpoint.structure import is_foreign
-from ..checkpoint.writer import versions_of
 from ..config.zero import changed
 from ..hooks.weak import engine_attached_to
 from ..integrations.saved_weights import is_checkpoint_of_ours, saved_tensors
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-#
 # A fact missing in the files is also omitted from the card.
 
 _ARGUMENTS = (

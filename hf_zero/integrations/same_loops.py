@@ -9,7 +9,6 @@ from ..comm.all_or_none import exchange_between_ranks
 from ..engine.assemble import refuse_disagreement
 from ..engine.engine import ZeroEngine
 
-#
 # The engine itself compares the settings visible to it (parameter groups, dropout, clipping); see `SharedSettings`. The
 # arguments below are not visible to the engine, or only once they make a step differ.
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..checkpoint.commit import Disk, abandon, begin, commit, discard
-from ..checkpoint.files import CheckpointError, files_below, no_folder, shown
+from ..checkpoint.commit import abandon, begin, commit, discard
+from ..checkpoint.disks import Disk
+from ..checkpoint.faults import CheckpointError, shown
+from ..checkpoint.files import files_below, no_folder
 from ..checkpoint.manifest import MANIFEST_NAME, Manifest, new_save
-from ..checkpoint.structure import is_foreign
+from ..checkpoint.origin import is_foreign
 from ..engine.engine import ZeroEngine
 from .state_io import ZERO_FOLDER, state_bytes
 

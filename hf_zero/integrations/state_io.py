@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from ..buckets.rows import KindsOf, Read
-from ..checkpoint.commit import Disk, on_all_ranks, seal
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.commit import seal
+from ..checkpoint.disks import Disk
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.live_pieces import Piece
 from ..checkpoint.manifest import Manifest, SaveIdentity, new_save, refuse_other_save
+from ..checkpoint.on_all_ranks import on_all_ranks
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import agreed, findings_in
-from ..checkpoint.writer import Piece, Row, plan_rows, write_pieces
+from ..checkpoint.rows import Row, plan_rows, write_pieces
+from ..checkpoint.verify import agreed, findings_in
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part

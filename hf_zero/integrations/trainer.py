@@ -21,10 +21,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import HPSearchBackend, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..checkpoint.files import CheckpointError, in_one_line
+from ..checkpoint.faults import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.reader import load_tensors
-from ..checkpoint.structure import is_foreign
+from ..checkpoint.origin import is_foreign
+from ..checkpoint.torch_files import load_tensors
 from ..comm.all_or_none import exchange_between_ranks
 from ..comm.groups import set_limit
 from ..engine.engine import ZeroEngine
@@ -42,19 +42,21 @@ from .frozen_base import refuse_other_base
 from .gathered import gathered
 from .halved_batches import ignores_num_items, pass_of, whole_logits
 from .init import init, load_weights_into
+from .lazy_weights import leave_in_checkpoint
 from .model_parallel import as_if_whole
 from .plain_optimizers import open_plain
 from .resume import alone_in_output_dir, checkpoint_to_resume
 from .resume_message import say_resumed
+from .row_weights import has_row_weights
 from .rows_of_a_step import RowsOfAStep
 from .run_facts import write_run
 from .same_loops import refuse_other_arguments
-from .saved_weights import has_row_weights, is_checkpoint_of_ours, leave_in_checkpoint
-from .signals import TrainerStop, begin_in_trainer, evaluation_is_owed
+from .saved_weights import is_checkpoint_of_ours
 from .state_io import ZERO_FOLDER, load_state, open_own
 from .step_figures import StepFigures
 from .tracker_settings import told_to_trackers
 from .trainer_saves import CheckpointSaver, save_state_of
+from .trainer_stop import TrainerStop, begin_in_trainer, evaluation_is_owed
 
 if TYPE_CHECKING:
     # Mixed into Trainer's subclasses at run time; the type checker treats their methods as inherited.

@@ -24,11 +24,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
 from ..buckets.sharded import ShardedParametersError
-from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discard, disk_asked, find_disk, on_all_ranks
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.background import Background
+from ..checkpoint.commit import abandon, begin, commit, discard
+from ..checkpoint.disks import Disk, disk_asked, find_disk
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.live_pieces import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, new_save
-from ..checkpoint.structure import newest_first, step_of
-from ..checkpoint.writer import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out, write_live
+from ..checkpoint.on_all_ranks import on_all_ranks
+from ..checkpoint.rows import write_live
+from ..checkpoint.verify import newest_first, step_of
 from ..comm.all_or_none import Exchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
@@ -37,16 +41,16 @@ from ..hooks.weak import WeakHook
 from ..layout.intervals import Interval
 from ..presence.arrivals import CommunicationError
 from ..presence.store_exchange import StoreExchange
-from .elastic import DataPosition
+from .data_position import DataPosition
 from .frozen_base import FrozenBase
 from .model_parallel import as_if_whole
 from .progress_bars import progress_bar
 from .resume import disks_apart, share_output_dir
 from .run_facts import write_run
 from .save_clock import SaveClock
-from .signals import TrainerStop
 from .state_io import ZERO_FOLDER, plan_state, seal_state, state_bytes, write_state
 from .step_figures import StepFigures
+from .trainer_stop import TrainerStop
 from .weight_rows import WeightsPlan, saved_tensors_of, values_to_save, weight_rows
 
 # ---- Model files written by all ranks at once, laid out by transformers ----

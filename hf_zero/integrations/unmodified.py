@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..config import ConfigError, ZeroConfig
 from ..hooks.replaced import AfterImport, replaced
 from ..presence.error_hook import write_error_file
-from .environment import RunRecord
 from .launcher import ScriptCall, script_call
+from .run_record import RunRecord
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class Door:
         return self._plugin
 
     def _watch_steps(self, entered: ExitStack) -> None:
-        from .environment import StepWatch
+        from .step_watch import StepWatch
 
         def judge(optimizer: "torch.optim.Optimizer", engine: object | None) -> bool:
             if engine is None and self.record.engines == 0:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..checkpoint.live_pieces import Piece, dtype_name
 from ..checkpoint.manifest import WEIGHTS, SavedWeight
-from ..checkpoint.writer import Piece, Row, dtype_name
+from ..checkpoint.rows import Row
 from ..engine.engine import ZeroEngine
 from ..layout.intervals import Interval
 

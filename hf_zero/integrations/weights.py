@@ -14,30 +14,17 @@ import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 
 from ..buckets.kept_dtypes import float32_names
-from ..checkpoint.files import (
-    CheckpointError,
-    Progress,
-    copy_new,
-    entry_faults,
-    read_mapping,
-    refuse_links,
-    replace_file,
-    untold,
-)
-from ..checkpoint.reader import dtype_named
+from ..checkpoint.faults import CheckpointError
+from ..checkpoint.files import copy_new, entry_faults, refuse_links, replace_file
+from ..checkpoint.hashes import Progress, untold
+from ..checkpoint.json_files import read_mapping
+from ..checkpoint.live_pieces import Piece, lay_out
+from ..checkpoint.mapped_tensors import dtype_named
+from ..checkpoint.origin import METADATA_NAME as DCP_METADATA_NAME
+from ..checkpoint.origin import weight_shards_of
 from ..checkpoint.run_log import POSITION_NAME, RUN_NAME, STATE_NAME
-from ..checkpoint.structure import (
-    LOG_NAME,
-    PAGE_NAME,
-    Findings,
-    accept_edits,
-    described_faults,
-    findings_in,
-    in_words,
-    weight_shards_of,
-)
-from ..checkpoint.structure import METADATA_NAME as DCP_METADATA_NAME
-from ..checkpoint.writer import Piece, lay_out
+from ..checkpoint.structure import LOG_NAME, PAGE_NAME, accept_edits, described_faults, in_words
+from ..checkpoint.verify import Findings, findings_in
 from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
 from .state_io import ZERO_FOLDER

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks.weak import engine_attached_to
-from .environment import find_in_callers
+from .callers import find_in_callers
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:

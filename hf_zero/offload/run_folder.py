@@ -15,7 +15,6 @@ from pathlib import Path
 from ..config import ConfigError
 from ..config.checks import spelt
 
-#
 # [Note: who may remove a folder] The first and the last file of a folder is its lock, held by the process of the run. Another
 # process of this user may remove a folder if the lock is free or missing. After a process has created a folder and locked the
 # lock, the process checks whether the folder still exists, and creates another one if not. So no process waits for another, and

@@ -23,8 +23,8 @@ from ..device import ranks_on_this_host
 from ..engine.models import joined
 from ..forecast.fit import CLOSE, FITS, RESERVE, NothingFitsError, PlanError, Room, of, size
 from ..forecast.peak import Activations, AtStart
-from ..integrations.announce import micro_batches_of
-from ..integrations.environment import trainer_in_callers
+from ..integrations.callers import trainer_in_callers
+from ..integrations.global_batch import micro_batches_of
 from ..offload.files import free_disk_bytes
 from .batches import batch_of, inner_model, longest
 from .candidates import candidates_of

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 
 from ..arithmetic.flat import ceil_div
 from ..buckets.packed import is_packed
-from ..checkpoint.files import reason
+from ..checkpoint.faults import reason
 from ..forecast.fit import PlanError
 from ..versions import is_older
 from .batches import inner_model

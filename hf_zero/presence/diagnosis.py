@@ -279,7 +279,6 @@ def _ranks(ranks: list[int]) -> str:
     return in_words(ranks, _LISTED)
 
 
-#
 # [Note: how a wait is ended] Twice a second, a thread of each rank checks the wait of the main thread, which may also be a
 # collective called by the script itself. If a wait has taken `comm.late_s`, the thread asks the other ranks for their state. If
 # one of them is the reason, all waits of this process are made to fail, and the late wait raises the diagnosis as its error. A

@@ -25,7 +25,6 @@ from .store import Keys, StoreSilentError, StoreThread
 
 T = TypeVar("T")
 
-#
 # [Note: who is asked] If a rank has waited long, or its wait has failed, the rank asks a question through the store, and a thread
 # of each other rank answers with its `RankState`. So nothing is written while all goes well. A rank without an answer is stopped,
 # or its host cannot be reached. The connections themselves give less information: gloo closes all connections of a group after

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.files import in_one_line
+from ..checkpoint.faults import in_one_line
 from ..comm.ledger import CommRow, Ledger
 from ..config import ZeroConfig
 from ..device import peak_bytes

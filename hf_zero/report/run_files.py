@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import CheckpointError, no_folder, open_in_place, read_mapping, shown
+from ..checkpoint.faults import CheckpointError, shown
+from ..checkpoint.files import no_folder, open_in_place
+from ..checkpoint.json_files import read_mapping
 from ..checkpoint.run_log import STATE_NAME, is_finite, is_number, is_step
 from ..checkpoint.structure import LOG_NAME
 from ..config.checks import SpeltError

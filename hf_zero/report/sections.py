@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..checkpoint import files
+from ..checkpoint.faults import shown as escaped
 from ..checkpoint.run_log import is_finite
 from ..checkpoint.structure import LOG_NAME
 from .curves import (
@@ -443,13 +443,13 @@ def make_report(folder: Path) -> Report:
     )
     there = tuple(section for section in sections if section is not None)
     return Report(
-        title=files.shown(_title(run) or folder.resolve().name),
-        folder=files.shown(folder, 1000),
+        title=escaped(_title(run) or folder.resolve().name),
+        folder=escaped(folder, 1000),
         state=state_of(run),
         answers=_answers(run, ranks),
         found=findings(run),
         sections=there,
-        facts=(("folder", files.shown(folder.resolve().name)), *_facts(run)),
+        facts=(("folder", escaped(folder.resolve().name)), *_facts(run)),
         missing=_missing(run, there),
     )
 

@@ -12,7 +12,6 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..step.common_starts import CommonStarts
 
-#
 # [Note: layers that some ranks skip]
 # A gather needs every rank, but ranks may run different layers: LayerDrop draws different numbers on each rank, a batch has no
 # images, an expert gets no tokens. So all ranks start gathers in one agreed order. A rank that runs a later layer first joins the

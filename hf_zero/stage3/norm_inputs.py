@@ -8,7 +8,6 @@ from torch import nn
 
 from .module_methods import _refusal
 
-#
 # On an accelerator, autocast runs layer norms in float32, whatever the dtypes. On the CPU autocast does not change layer norms,
 # and torch refuses float32 inputs with bfloat16 weights.
 

@@ -7,7 +7,6 @@ from ..comm.groups import RankGroup
 from ..comm.transport import Handle
 from ..step.gathers import GATHER, Gather, start_all_gather
 
-#
 # ZeRO++'s hierarchical partitioning, hpZ (Wang et al. 2023, arXiv 2306.10209). On nodes of n ranks, a rank keeps 1/n of the
 # parameters from their forward to the step, so the gathers of the backward send nothing between nodes.
 

@@ -20,7 +20,6 @@ from ..offload.tiers import Tier
 from .common_starts import CommonStarts
 from .reductions import Reduction
 
-#
 # A store keeps a flat gradient buffer per bucket while gradients arrive, starts its reduction, and puts the result in the `.grad`
 # of the bucket's rows. The stores differ in the lifetimes of the buffers. They share the code of the pass (backward.py).
 

@@ -22,7 +22,6 @@ from ..hooks.weak import engine_attached_to
 from ..optimizer.replicas import ReplicaCheck
 from .gathers import Gather
 
-#
 # A gather writes into the flat buffer while the script continues, so a parameter read too early would have old values on some
 # ranks. In flight, parameters get a `__torch_function__` subclass whose operations wait for the gather. C++ code, such as a
 # custom kernel or `torch.func`, bypasses `__torch_function__`. Such code has usually just got the parameter from a module, so

@@ -32,9 +32,9 @@ from tables import show_and_keep
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
 
-from hf_zero.checkpoint.files import FileRecord, chunks_in
+from hf_zero.checkpoint.hashes import FileRecord, chunks_in
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
-from hf_zero.checkpoint.writer import RowsOfRanks
+from hf_zero.checkpoint.rows import RowsOfRanks
 from hf_zero.comm.control import rounds
 from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval, even_cuts, joined_intervals
@@ -166,7 +166,7 @@ def resumes(
 ) -> dict[str, float]:
     """Returns the seconds from `train(resume_from_checkpoint)` to the first step, and the bytes this rank has read from disk."""
     if not is_shared:
-        from hf_zero.checkpoint.commit import Disk
+        from hf_zero.checkpoint.disks import Disk
         from hf_zero.integrations import resume
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")

@@ -12,12 +12,12 @@ from split_runs import KINDS, SplitJob, batches, load, save_models, train_each, 
 from transformers import MixtralForCausalLM, core_model_loading
 
 import hf_zero
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.reader import mapped_tensors
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.mapped_tensors import mapped_tensors
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.split_model import DifferentBatchesError
-from hf_zero.integrations import saved_weights
+from hf_zero.integrations import file_blocks
 from hf_zero.integrations.init import load_weights_into
 from hf_zero.integrations.model_parallel import parallel_config
 from hf_zero.optimizer.replicas import ReplicasDivergedError
@@ -248,14 +248,14 @@ def test_files_with_a_tensor_an_expert_are_read_into_a_split_model(experts_folde
 def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(experts_folder, monkeypatch):
     model = MixtralForCausalLM.from_pretrained(experts_folder / "checkpoint")
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    blocks = saved_weights.blocks_in_files(model, shapes, then="")
+    blocks = file_blocks.blocks_in_files(model, shapes, then="")
     w3 = blocks["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
     assert (w3.name, w3.offsets, w3.sizes) == ("model.layers.0.mlp.experts.gate_up_proj", (2, 48, 0), (1, 48, 32))
     monkeypatch.setattr(
         core_model_loading, "revert_weight_conversion", lambda _, state: {"sum": state["lm_head.weight"] + 1}
     )
     with pytest.raises(CheckpointError, match="'sum' of a weights file is no block of one of the model's tensors"):
-        saved_weights.blocks_in_files(model, shapes, then="")
+        file_blocks.blocks_in_files(model, shapes, then="")
     # Every second row, and a transposed matrix.
     for view in (lambda value: value[::2], lambda value: value.t()):
         monkeypatch.setattr(
@@ -264,7 +264,7 @@ def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(experts_folde
             lambda _, state, view=view: {"view": view(state["lm_head.weight"])},
         )
         with pytest.raises(CheckpointError, match="'view' of a weights file"):
-            saved_weights.blocks_in_files(model, shapes, then="")
+            file_blocks.blocks_in_files(model, shapes, then="")
 
 
 # ---- experts over more ranks than compute a batch together ----

@@ -19,12 +19,14 @@ from standin_runs import EXACT, INEXACT, prepared, steps
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainerCallback
 
-from hf_zero.checkpoint import writer
-from hf_zero.checkpoint.commit import Background
-from hf_zero.checkpoint.files import CheckpointError, refuse_changed
+from hf_zero.checkpoint import live_pieces
+from hf_zero.checkpoint.background import Background
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.hashes import refuse_changed
+from hf_zero.checkpoint.live_pieces import LivePieces, Piece, lay_out, write_all
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.structure import checkpoint_faults
-from hf_zero.checkpoint.writer import BUFFERS, LivePieces, Piece, lay_out, write_all
+from hf_zero.checkpoint.staging import BUFFERS
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations import trainer_saves
@@ -43,7 +45,7 @@ class Snapshots:
         self.step_comes = threading.Event()
 
     def install(self) -> None:
-        pwrite, snapshot, secure = os.pwrite, writer._snapshot, LivePieces.secure
+        pwrite, snapshot, secure = os.pwrite, live_pieces._snapshot, LivePieces.secure
 
         def waiting(handle, data, at):
             if threading.current_thread() is not threading.main_thread():
@@ -60,9 +62,9 @@ class Snapshots:
             self.written_bytes += sum(piece.nbytes for piece in now)
             return now, copies
 
-        os.pwrite, writer._snapshot, writer._CHUNK_BYTES = waiting, noted, 8192
+        os.pwrite, live_pieces._snapshot, live_pieces._CHUNK_BYTES = waiting, noted, 8192
         # The models of tests have small tensors only, all of which would be copied at once.
-        writer._SMALL_BYTES = 512
+        live_pieces._SMALL_BYTES = 512
         LivePieces.secure = secured
 
 
@@ -135,7 +137,7 @@ class Interrupted(TrainerCallback):
 def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
     as_launched(rank, world_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer_saves._PATIENCE_S, writer._CHUNK_BYTES = 0.5, 1024
+    trainer_saves._PATIENCE_S, live_pieces._CHUNK_BYTES = 0.5, 1024
     trainer = make_trainer("flag 2", "gpt2", output_dir, callbacks=[Interrupted()], **{**SAVING, "max_steps": 6})
     pwrite = os.pwrite
 
@@ -323,7 +325,7 @@ class EditsSmall(TrainerCallback):
     @torch.no_grad()
     def on_step_begin(self, args, state, control, model, **kwargs):
         for parameter in model.parameters():
-            if parameter.nbytes <= writer._SMALL_BYTES:
+            if parameter.nbytes <= live_pieces._SMALL_BYTES:
                 parameter.add_(1.0)
 
 
@@ -348,7 +350,7 @@ def test_small_tensors_are_copied_at_once_and_writes_to_large_ones_are_seen(tmp_
         piece = Piece(path=tmp_path / "f.safetensors", offset=begins["w"], values=values, name="w")
         return values, LivePieces([piece], 1 << 30, refuse_edits=lambda: None)
 
-    values, live = begun(writer._SMALL_BYTES // 4)
+    values, live = begun(live_pieces._SMALL_BYTES // 4)
     at_save = values.clone()
     values.zero_()
     live.write()
@@ -368,7 +370,7 @@ def test_small_tensors_are_copied_at_once_and_writes_to_large_ones_are_seen(tmp_
 
 
 def test_a_bit_that_flips_between_memory_and_file_fails_the_save(tmp_path):
-    numel = writer._SMALL_BYTES
+    numel = live_pieces._SMALL_BYTES
     tensors = {name: torch.randn(numel) for name in ("a", "b")}
     path = tmp_path / "f.safetensors"
     begins = lay_out(path, dict.fromkeys(tensors, (torch.float32, (numel,))))
@@ -447,7 +449,7 @@ def in_small_parts() -> None:
         time.sleep(0.001)
         return pwrite(handle, data, at)
 
-    os.pwrite, writer._CHUNK_BYTES, writer._SMALL_BYTES = slow, PART_BYTES, 512
+    os.pwrite, live_pieces._CHUNK_BYTES, live_pieces._SMALL_BYTES = slow, PART_BYTES, 512
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, seeds: range) -> list:
@@ -521,7 +523,7 @@ def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(
 def saves_at_once(rank: int, world_size: int, library: Path, folder: str) -> tuple[set[str], int, int]:
     """What the host waits for in a save that training waits for, and the memory that it pins, and that the state takes."""
     compiled = standin_device.register(library)
-    writer._CHUNK_BYTES = PART_BYTES
+    live_pieces._CHUNK_BYTES = PART_BYTES
     with standin_device.process_group(rank, world_size, folder):
         model, optimizer, engine = prepared({"bucket_bytes": "20KiB", "stage": 2})
         train(model, optimizer, engine, range(1))

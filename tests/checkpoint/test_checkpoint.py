@@ -27,13 +27,19 @@ from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
 
 import hf_zero
 from hf_zero import engine_of, gathered
-from hf_zero.checkpoint import files, structure
-from hf_zero.checkpoint.commit import Disk, seal
-from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of, tensors_in
+from hf_zero.checkpoint import hashes
+from hf_zero.checkpoint import own_chunks as sharing
+from hf_zero.checkpoint.commit import seal
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.hashes import CHUNK_BYTES, FileRecord, chunks_in, share_of
 from hf_zero.checkpoint.manifest import Manifest, SavedRow, joined_rows, row_file
+from hf_zero.checkpoint.own_chunks import own_chunks
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks, row_faults
-from hf_zero.checkpoint.writer import RowsOfRanks, plan_rows, versions_of, write_pieces
+from hf_zero.checkpoint.rows import RowsOfRanks, plan_rows, versions_of, write_pieces
+from hf_zero.checkpoint.safetensors_headers import tensors_in
+from hf_zero.checkpoint.structure import row_faults
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.group_settings import plain_settings, restore_settings
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
@@ -367,8 +373,8 @@ def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
 
 
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(structure, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(sharing, "CHUNK_BYTES", 1000)
     manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
     (tmp_path / "other").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
@@ -429,7 +435,7 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
         optimizers=(),
         files={name: FileRecord(size=size, xxh3=("",) * chunks_in(size)) for name, size in sizes.items()},
     )
-    with mock.patch.object(files, "CHUNK_BYTES", 512), mock.patch.object(structure, "CHUNK_BYTES", 512):
+    with mock.patch.object(hashes, "CHUNK_BYTES", 512), mock.patch.object(sharing, "CHUNK_BYTES", 512):
         looked_at = [set(own_chunks(folder, manifest, rank=rank, world_size=readers)) for rank in range(readers)]
         everything = {(name, index) for name, size in sizes.items() for index in range(chunks_in(size))}
         assert set().union(*looked_at) == everything

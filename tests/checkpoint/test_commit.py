@@ -37,20 +37,16 @@ from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
 
 from hf_zero.checkpoint import commit as committing
-from hf_zero.checkpoint.commit import (
-    LOCK_NAME,
-    Disk,
-    begin,
-    clear_leftovers,
-    commit,
-    find_disk,
-    held_alone,
-    temporary_of,
-)
-from hf_zero.checkpoint.files import CheckpointError, FileRecord, files_below
+from hf_zero.checkpoint.commit import begin, clear_leftovers, commit, temporary_of
+from hf_zero.checkpoint.disks import Disk, find_disk
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.files import files_below
+from hf_zero.checkpoint.hashes import FileRecord
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import checkpoint_faults, find_good, may_be_edited, newest_first
+from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
+from hf_zero.checkpoint.structure import may_be_edited
+from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
 from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.trainer_saves import CheckpointSaver
@@ -705,7 +701,7 @@ def test_damaged_files_are_named(damage, says, checkpoint):
 
 
 def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_zero.checkpoint.files.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("hf_zero.checkpoint.hashes.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
     faults = checkpoint_faults(checkpoint, "zero")
     assert any(fault.startswith(f"{ROWS} cannot be read ([Errno 5]") for fault in faults)
 

@@ -37,10 +37,11 @@ from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
 
-from hf_zero.checkpoint.commit import Disk
-from hf_zero.checkpoint.files import CheckpointError, files_below
-from hf_zero.checkpoint.reader import load_tensors
-from hf_zero.checkpoint.structure import checkpoint_faults, find_good
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.files import files_below
+from hf_zero.checkpoint.torch_files import load_tensors
+from hf_zero.checkpoint.verify import checkpoint_faults, find_good
 from hf_zero.config import ConfigError
 from hf_zero.integrations import config_model
 from hf_zero.integrations.resume import resume_faults

@@ -22,10 +22,12 @@ from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from hf_zero.checkpoint import commit
-from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
-from hf_zero.checkpoint.files import CheckpointError, hashes_of
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint import run_lock
+from hf_zero.checkpoint.disks import Disk, disk_asked
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.hashes import hashes_of
+from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.config import ZeroConfig
 from hf_zero.integrations.resume import alone_in_output_dir
 from hf_zero.offload.run_folder import RunFolder
@@ -35,8 +37,8 @@ pytestmark = pytest.mark.timeout(180)
 HOLD = """
 import sys, time
 from pathlib import Path
-from hf_zero.checkpoint.commit import Disk
-from hf_zero.checkpoint.commit import held_alone
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.run_lock import held_alone
 with held_alone(Path(sys.argv[1]), disk=Disk.shared(), exchange=lambda value: [value]):
     print("held", flush=True)
     time.sleep(100)
@@ -62,7 +64,7 @@ def holder(tmp_path):
 def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_when_that_is_killed(
     holder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(commit, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
     owner = rf"process {holder.pid} on {os.uname().nodename}, since 20\S+\+00:00"
     with pytest.raises(CheckpointError, match=rf"another run writes there now \({owner}\).*its own"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
@@ -95,7 +97,7 @@ def no_ofd_locks(*_: object) -> None:
 
 
 def asks_for_it(folder: Path) -> str:
-    commit.PATIENCE_S = 0.1
+    run_lock.PATIENCE_S = 0.1
     try:
         with held_alone(folder, disk=Disk.shared(), exchange=alone):
             return "taken"
@@ -104,9 +106,9 @@ def asks_for_it(folder: Path) -> str:
 
 
 def reads_what_it_holds(folder: str, reads: str, has_ofd: bool) -> tuple[str, str]:
-    stock, run = commit.fcntl.fcntl, Path(folder) / "run"
+    stock, run = run_lock.fcntl.fcntl, Path(folder) / "run"
     run.mkdir()
-    commit.fcntl.fcntl = stock if has_ofd else no_ofd_locks
+    run_lock.fcntl.fcntl = stock if has_ofd else no_ofd_locks
     try:
         with held_alone(run, disk=Disk.shared(), exchange=alone):
             globals()[reads](run, Path(folder) / "to")
@@ -149,7 +151,7 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
 
 
 def test_a_trainer_that_trains_inside_its_own_train_has_the_folder_already(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.1)
     args = SimpleNamespace(output_dir=str(tmp_path), process_index=0, save_strategy=SaveStrategy.STEPS)
     accelerator = SimpleNamespace(zero_config=ZeroConfig(stage=2))
     first, second = (SimpleNamespace(args=args, accelerator=accelerator, _alone_in=None) for _ in range(2))
@@ -194,7 +196,7 @@ def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_lock_file_says_of_its_holder_is_not_obeyed_by_a_terminal(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.1)
     (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h", "since": "s"}))
     with pytest.raises(CheckpointError, match=r"process \\x1b\[31m7 on h"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
@@ -240,7 +242,7 @@ def trains(rank: int, world_size: int, folder: str) -> None:
 
 def is_refused(rank: int, world_size: int, folder: str) -> str:
     as_launched(rank, world_size)
-    commit.PATIENCE_S = 0.3
+    run_lock.PATIENCE_S = 0.3
     trainer = make_trainer("flag 2", "bert", f"{folder}/run", save_strategy="steps", save_steps=2, max_steps=6)
     try:
         trainer.train(resume_from_checkpoint="last-good")
@@ -275,7 +277,7 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     def refuses(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(commit.fcntl, "fcntl", refuses)
+    monkeypatch.setattr(run_lock.fcntl, "fcntl", refuses)
     with (
         pytest.warns(
             UserWarning, match=r"on a file system without locks \(No locks available\).*an output_dir of its own"
@@ -294,7 +296,7 @@ def test_a_lock_file_that_its_holder_takes_away_at_the_last_moment_is_made_again
             (tmp_path / LOCK_NAME).unlink()
         return fstat(lock)
 
-    monkeypatch.setattr(commit.os, "fstat", then_gone)
+    monkeypatch.setattr(run_lock.os, "fstat", then_gone)
     with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
         assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
 
@@ -308,7 +310,7 @@ def test_a_refused_lock_file_that_goes_meanwhile_leaves_the_refusal_to_be_said(t
 
     (tmp_path / LOCK_NAME).touch()
     monkeypatch.setattr(Path, "lstat", gone)
-    monkeypatch.setattr(commit.os, "open", refuses)
+    monkeypatch.setattr(run_lock.os, "open", refuses)
     with pytest.raises(CheckpointError, match="Permission denied"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
             pass

@@ -26,9 +26,11 @@ from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from transformers import Trainer, TrainerState
 
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
-from hf_zero.checkpoint.commit import Disk, begin, commit
+from hf_zero.checkpoint.commit import begin, commit
+from hf_zero.checkpoint.disks import Disk
 from hf_zero.integrations import progress_bars
-from hf_zero.integrations.elastic import DataPosition, trap_of_agents_store
+from hf_zero.integrations.agents_store import trap_of_agents_store
+from hf_zero.integrations.data_position import DataPosition
 from hf_zero.integrations.progress_bars import progress_bar
 from hf_zero.integrations.resume import state_faults
 

@@ -22,11 +22,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Tr
 from typer.testing import CliRunner
 
 from hf_zero import ZeroPlugin
-from hf_zero.checkpoint.commit import Disk, disk_with, find_disk
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.disks import Disk, disk_with, find_disk
+from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import accelerator as door

@@ -9,8 +9,9 @@ import pytest
 import torch
 from pictures import PACKAGE
 
-from hf_zero.checkpoint.files import CheckpointError, copy_new, open_in_place, replace_file
-from hf_zero.checkpoint.writer import Piece, lay_out
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.files import copy_new, open_in_place, replace_file
+from hf_zero.checkpoint.live_pieces import Piece, lay_out
 
 OWN_FOLDER = "in a folder that a rank of this run has just made"
 NEW = "O_EXCL or mode x: makes a file, and refuses a link"
@@ -27,18 +28,18 @@ WRITES = {
     ("checkpoint/files.py", "copy_new", "target.open"): NEW,
     ("checkpoint/files.py", "open_in_place", "os.open"): PLAIN,
     # Checkpoints.
-    ("checkpoint/commit.py", "disk_asked", "probe.write_bytes"): RANDOM,
-    ("checkpoint/commit.py", "put", "mark.touch"): NEW,
-    ("checkpoint/writer.py", "lay_out", "path.open"): NEW,
-    ("checkpoint/writer.py", "write", "os.open"): NO_LINK,
+    ("checkpoint/disks.py", "disk_asked", "probe.write_bytes"): RANDOM,
+    ("checkpoint/disks.py", "put", "mark.touch"): NEW,
+    ("checkpoint/live_pieces.py", "lay_out", "path.open"): NEW,
+    ("checkpoint/live_pieces.py", "write", "os.open"): NO_LINK,
     ("foreign/convert.py", "_copy_the_rest", "shutil.copy2"): OWN_FOLDER,
     ("foreign/convert.py", "convert", "model.save_pretrained"): OWN_FOLDER,
-    ("integrations/elastic.py", "write", "write_text"): OWN_FOLDER,
+    ("integrations/data_position.py", "write", "write_text"): OWN_FOLDER,
     # Calls of a notebook's function, in a temporary folder.
     ("integrations/notebook.py", "_write", "path.open"): OWN_FOLDER,
     ("integrations/notebook.py", "main", "write_text"): OWN_FOLDER,
     ("integrations/notebook.py", "main", "os.open"): NOWHERE,
-    ("integrations/signals.py", "evaluation", "self._trainer._save_rng_state"): OWN_FOLDER,
+    ("integrations/trainer_stop.py", "evaluation", "self._trainer._save_rng_state"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_save_beside_weights", "model.config.save_pretrained"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_save_beside_weights", "model.generation_config.save_pretrained"): OWN_FOLDER,
     (

@@ -39,7 +39,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES

@@ -22,7 +22,7 @@ from training import adamw_in_two_groups, gpt2
 from transformers.utils import logging
 
 from hf_zero import ZeroEngine
-from hf_zero.checkpoint.files import CHUNK_BYTES, faults_of
+from hf_zero.checkpoint.hashes import CHUNK_BYTES, faults_of
 from hf_zero.cli.consolidate import consolidate
 from hf_zero.cli.verify import verify
 from hf_zero.integrations import progress_bars

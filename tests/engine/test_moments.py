@@ -14,7 +14,7 @@ from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, 
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero import ZeroConfig
-from hf_zero.checkpoint.writer import LivePieces, Piece, lay_out, write_all
+from hf_zero.checkpoint.live_pieces import LivePieces, Piece, lay_out, write_all
 from hf_zero.config import ConfigError
 from hf_zero.engine import room
 from hf_zero.engine.engine import ZeroEngine
@@ -353,7 +353,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, k
 
 
 def test_a_save_makes_float32_of_a_part_at_a_time_and_of_what_was_there_at_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_zero.checkpoint.writer._CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("hf_zero.checkpoint.live_pieces._CHUNK_BYTES", 10_000)
     model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2})
     steps(model, optimizer, range(2))
     rows = list(engine.state.rows())

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, save_engine, train
 from transformers.optimization import Adafactor
 
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.state_rows import put_state_back

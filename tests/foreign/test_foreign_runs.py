@@ -35,8 +35,8 @@ from trainer_job import as_launched, history, make_trainer
 from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.foreign import dcp

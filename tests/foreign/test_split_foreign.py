@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from hf_zero import ZeroTrainingArguments, engine_of
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.cli.app import app
 from hf_zero.foreign.convert import open_foreign
 from hf_zero.foreign.dcp import DcpFolder

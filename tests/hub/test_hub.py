@@ -32,9 +32,9 @@ from trainer_job import as_launched, make_trainer, run
 from training import bert
 from transformers import AutoModelForSequenceClassification, Trainer
 
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.files import shown as printed
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.faults import shown as printed
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.hub import card as model_card
 from hf_zero.hub import trainer_push, upload
 from hf_zero.hub.card import TEMPLATE

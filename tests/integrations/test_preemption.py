@@ -31,11 +31,12 @@ from training import gpt2, gpt2_batch
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_zero import ConfigError, ZeroEngine, ZeroPlugin, last_good_state
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.config.zero import CheckpointConfig
 from hf_zero.hooks.weak import WeakHook
+from hf_zero.integrations.followed_loader import FollowedLoader, follow_loader
 from hf_zero.integrations.save_clock import SAVE_DUE, TIME_UP, SaveClock
-from hf_zero.integrations.signals import FollowedLoader, StopSignals, follow_loader
+from hf_zero.integrations.signals import StopSignals
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -413,7 +414,8 @@ import os, signal, sys, torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from hf_zero.hooks.weak import WeakHook
-from hf_zero.integrations.signals import StopSignals, follow_loader
+from hf_zero.integrations.signals import StopSignals
+from hf_zero.integrations.followed_loader import follow_loader
 signals = StopSignals()
 signals.install()
 loader = prepare_data_loader(DataLoader(torch.arange(8), num_workers=1, prefetch_factor=1), put_on_device=False)

@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers import trainer as trainer_module
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.integrations.state_io import ZERO_FOLDER
 from hf_zero.versions import is_older

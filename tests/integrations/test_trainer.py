@@ -37,7 +37,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_zero import ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
 from hf_zero.buckets.unread_weights import is_loaded
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(180)
 FIGURES = {"zero/peak_mib", "zero/samples_per_s"}

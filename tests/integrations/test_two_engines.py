@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 import hf_zero
 from hf_zero import ConfigError, ZeroCallback, ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 from hf_zero.hooks.weak import engine_attached_to
-from hf_zero.integrations.environment import watch_for_the_variable
+from hf_zero.integrations.step_watch import watch_for_the_variable
 
 pytestmark = pytest.mark.timeout(180)
 

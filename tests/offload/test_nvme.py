@@ -23,8 +23,8 @@ from shared_ranks import run_on_ranks
 from torch import nn
 from training import ELEMENTWISE, VOCABULARY, adamw_in_two_groups, fused_adamw, gpt2, steps
 
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.reader import mapped_tensors
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.mapped_tensors import mapped_tensors
 from hf_zero.config import ConfigError
 from hf_zero.device import allocate, ask_for
 from hf_zero.engine import room

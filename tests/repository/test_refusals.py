@@ -19,6 +19,7 @@ PLACES = (
         f"integrations/{name}.py"
         for name in (
             *("plugin", "accelerator", "announce", "arguments", "environment", "trainer"),
+            *("callers", "clean_end", "recorded_runs", "run_record", "step_watch"),
             *(
                 "loss_scaler",
                 "no_sync",

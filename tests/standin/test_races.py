@@ -23,9 +23,9 @@ from training import Answer, bert, bert_batch, checkpoint_activations, fused_ada
 from transformers import T5Config, T5ForConditionalGeneration
 
 import hf_zero
-from hf_zero.checkpoint.commit import Background
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.writer import LivePieces
+from hf_zero.checkpoint.background import Background
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.live_pieces import LivePieces
 from hf_zero.device import pinned
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state

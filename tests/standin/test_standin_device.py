@@ -24,7 +24,7 @@ from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_
 
 import hf_zero
 from hf_zero.arithmetic.sums import sums_of_squares
-from hf_zero.checkpoint.commit import Background
+from hf_zero.checkpoint.background import Background
 from hf_zero.device import PAGE_BYTES, PinnedPool, alias, pinned, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler

@@ -7,8 +7,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.structure import checkpoint_faults, is_foreign
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.origin import is_foreign
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.foreign.convert import open_foreign
 
 KINDS = ("exp_avg", "exp_avg_sq")

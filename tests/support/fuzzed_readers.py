@@ -216,11 +216,14 @@ def signed(content: bytes) -> bytes:
 def manifests(folder: Path) -> Reader:
     from hostile_folders import list_rows
 
-    from hf_zero.checkpoint.files import CheckpointError, FileRecord
+    from hf_zero.checkpoint.faults import CheckpointError
+    from hf_zero.checkpoint.hashes import FileRecord
+    from hf_zero.checkpoint.live_pieces import write_all
     from hf_zero.checkpoint.manifest import Manifest, SavedWeight
+    from hf_zero.checkpoint.own_chunks import own_chunks
     from hf_zero.checkpoint.reader import CheckpointReader
-    from hf_zero.checkpoint.structure import own_chunks, structure_faults
-    from hf_zero.checkpoint.writer import plan_rows, write_all
+    from hf_zero.checkpoint.rows import plan_rows
+    from hf_zero.checkpoint.structure import structure_faults
     from hf_zero.layout.boxes import Box
     from hf_zero.layout.intervals import Interval
 
@@ -287,8 +290,9 @@ def manifests(folder: Path) -> Reader:
 def headers(folder: Path) -> Reader:
     from safetensors.torch import save
 
-    from hf_zero.checkpoint.files import CheckpointError, is_whole_safetensors, save_in, spans_in, tensors_in
-    from hf_zero.checkpoint.reader import mapped_tensors
+    from hf_zero.checkpoint.faults import CheckpointError
+    from hf_zero.checkpoint.mapped_tensors import mapped_tensors
+    from hf_zero.checkpoint.safetensors_headers import is_whole_safetensors, save_in, spans_in, tensors_in
 
     path = folder / "x.safetensors"
 
@@ -312,7 +316,7 @@ def pickles(folder: Path) -> Reader:
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    from hf_zero.checkpoint.files import CheckpointError
+    from hf_zero.checkpoint.faults import CheckpointError
     from hf_zero.foreign.pickles import load_dcp_metadata, load_deepspeed_file, load_stream
 
     path = folder / "x.pt"

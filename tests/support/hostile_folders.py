@@ -13,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.files import FileRecord, chunks_in, hashes_of
+from hf_zero.checkpoint.hashes import FileRecord, chunks_in, hashes_of
 from hf_zero.cli.app import app
 from hf_zero.extras import is_installed
 from hf_zero.hub.upload import HubError

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations import accelerator, signals, state_io, trainer_saves
 from hf_zero.step.training_step import TrainingState, TrainingStep
 

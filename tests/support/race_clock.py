@@ -22,7 +22,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from hf_zero import device
-from hf_zero.checkpoint import writer
+from hf_zero.checkpoint import live_pieces
 from hf_zero.device import PinnedPool
 from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
@@ -323,14 +323,14 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         take(dropped.get(found.data_ptr()))
         return found
 
-    def secure(self: writer.LivePieces) -> None:
+    def secure(self: live_pieces.LivePieces) -> None:
         # If everything is written already, a flag orders the threads.
         stock_secure(self)
         take(self._lock.last)
 
     stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
     stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
-    stock_secure, stock_take, stock_finalize = writer.LivePieces.secure, PinnedPool.take, weakref.finalize
+    stock_secure, stock_take, stock_finalize = live_pieces.LivePieces.secure, PinnedPool.take, weakref.finalize
     for owner, name, instead in (
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),
@@ -340,8 +340,8 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (Thread, "run", run),
         (Thread, "join", join),
         (copies, "Lock", HandedLock),
-        (writer, "threading", SimpleNamespace(Lock=HandedLock)),
-        (writer.LivePieces, "secure", secure),
+        (live_pieces, "threading", SimpleNamespace(Lock=HandedLock)),
+        (live_pieces.LivePieces, "secure", secure),
         (device, "weakref", SimpleNamespace(finalize=finalize)),
         (PinnedPool, "take", take_pinned),
         # The watchdog holds frames of the main thread for a moment. If a frame ends during this time, its memory is freed in the
@@ -362,14 +362,14 @@ def _follow_memory(stack: ExitStack, note: Callable) -> None:
         note("do", "", buffer.data_ptr(), buffer.nbytes, False)
         stock_write(self, buffer, offset)
 
-    def write_piece(self: writer.Piece) -> None:
+    def write_piece(self: live_pieces.Piece) -> None:
         note("do", "", self.values.detach().data_ptr(), self.nbytes, False)
         stock_write_piece(self)
 
-    stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, writer.Piece.write
+    stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, live_pieces.Piece.write
     for owner, name, instead in (
         (AlignedFile, "read", read),
         (AlignedFile, "write", write),
-        (writer.Piece, "write", write_piece),
+        (live_pieces.Piece, "write", write_piece),
     ):
         stack.enter_context(mock.patch.object(owner, name, instead))
