@@ -715,7 +715,12 @@ def _changes(config: Any) -> dict[str, Any]:
 
 def changed(config: ZeroConfig) -> dict[str, Any]:
     """Returns the stage, and the settings with other values than their defaults, under dotted names."""
-    return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != _USUAL[name]}
+    return {"stage": config.stage} | {name: value for name, value in by_name(config).items() if value != _USUAL[name]}
+
+
+def by_name(config: ZeroConfig) -> dict[str, Any]:
+    """Returns all settings under dotted names, such as `comm.late_s`."""
+    return dict(_flat(config, ""))
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
@@ -736,5 +741,5 @@ def _flat(config: Any, prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
-_USUAL = dict(_flat(ZeroConfig(), ""))
+_USUAL = by_name(ZeroConfig())
 """Maps dotted names of settings to their defaults."""

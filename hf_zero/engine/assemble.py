@@ -20,6 +20,7 @@ from ..comm.all_or_none import Exchange, all_or_none, first_difference
 from ..comm.groups import Groups, with_time_limits
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ..config.zero import by_name
 from ..device import with_index
 from ..extras import extra
 from ..offload.activations import ActivationsInHostMemory
@@ -92,7 +93,7 @@ def describe(
     config: ZeroConfig,
 ) -> dict[str, str]:
     """Returns everything on which the ranks must agree, as a dict from subject to a readable value."""
-    facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
+    facts = _settings(config)
     files = [each.__dict__.get(FILES_ATTRIBUTE, "none") for each in models_in(model)]
     facts["files of the weights"] = ", ".join(files)
     named_parameters = list(model.named_parameters())
@@ -113,6 +114,11 @@ def describe(
     settings = SharedSettings(optimizers)
     settings.digest()
     return facts | settings.facts() | dict(_module_settings(model))
+
+
+def _settings(config: ZeroConfig) -> dict[str, str]:
+    """Returns the config setting by setting, so that an error shows only the setting that differs."""
+    return {f"the setting `{name}`": str(value) for name, value in by_name(config).items()}
 
 
 def _module_settings(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -264,7 +270,7 @@ def _assemble(
     # Before anything moves, because different ranks would hang in their first collective without an error.
     # All ranks compare only settings, because parts of a split model have different shapes.
     if not split.is_empty:
-        refuse_disagreement({"config": facts["config"]}, partial(world.exchange, purpose=_START))
+        refuse_disagreement(_settings(config), partial(world.exchange, purpose=_START))
     refuse_disagreement(facts, partial(transport.exchange, purpose=_START))
     # All ranks use kernels or none does, because kernels add in a different order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)

@@ -191,6 +191,16 @@ def _addresses(tensor: torch.Tensor) -> torch.Tensor:
     return places.reshape(-1) * tensor.element_size() + tensor.data_ptr()
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raises `ValueError` if parameters have no values."""
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
+            "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
+        )
+
+
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` or `ConfigError` for a model that cannot be trained or, at stage 3, sharded."""
     refuse_other_engines(model)
@@ -202,12 +212,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
             f"hf_zero: {scripted[0]!r} is a module of torch.jit, whose parameters and calls Python does not see. Give the plain "
             "module, and compile inside the layers if need be (layer.forward = torch.compile(layer.forward))."
         )
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
-            "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
-        )
+    refuse_meta(model)
     ignored = ignored_parameters(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
     if not trained and config.stage < 3:

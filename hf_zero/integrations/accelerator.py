@@ -24,7 +24,7 @@ from ..device import ask_for
 from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine
 from ..engine.kept_state import keep_state, take_up_state
-from ..engine.unsupported import refuse_other_engines
+from ..engine.unsupported import refuse_meta, refuse_other_engines
 from ..extras import extra, is_installed
 from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
@@ -145,6 +145,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # accelerate gives the CPU device an index, the rank, so `.to()` would copy the model.
             device_placement = False
         elif device_placement is not False:
+            if not hasattr(model, "hf_device_map"):
+                # `model.to` below would fail without naming the remedy.
+                refuse_meta(model)
             # Read parameters that still lie in their checkpoint files before they are moved.
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)

@@ -193,7 +193,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _first_error(folder: Path) -> str:
     errors = sorted(folder.glob("error *"), key=lambda path: path.stat().st_mtime)
-    return errors[0].read_text() if errors else "a rank of hf_zero.launch was killed"
+    return (
+        errors[0].read_text() if errors else "a rank of hf_zero.launch was killed, or its reason is in the output above"
+    )
 
 
 # ---- In each rank ----

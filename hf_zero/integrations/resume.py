@@ -161,7 +161,11 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
     found, passed = _newest_good(trainer, output_dir)
     said = _in_words(passed)
     if found is None and asked is True:
-        raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
+        # Begins like Trainer's own error.
+        raise ValueError(
+            f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}. Leave "
+            "resume_from_checkpoint out, or give 'last-good', which starts from the beginning if there is none."
+        )
     if rank == 0 and found is None:
         logger.warning(f"hf_zero: no good checkpoint in {output_dir} ({said or 'it holds none'}); starting afresh.")
     return found

@@ -113,14 +113,18 @@ class StragglerReport:
     def in_vain(self) -> bool:
         """Whether two ranks each wait in a collective not started by the other, so neither wait can end."""
         mine = self.wait.name
+        alive = [each.where for each in self.rank_reports.values() if each.where is not None and not each.is_over]
         return self.wait.kind is not None and any(
-            (theirs := each.where.waits_in) is not None
-            and each.where.kind is not None
-            and each.where.starts.get(mine, 0) < self.starts.get(mine, 0)
-            and self.starts.get(theirs, 0) < each.where.starts.get(theirs, 0)
-            for each in self.rank_reports.values()
-            if each.where is not None and not each.is_over
+            where.starts.get(mine, 0) < self.starts.get(mine, 0) and (where.is_in_barrier or self._is_ahead(where))
+            for where in alive
         )
+
+    def _is_ahead(self, where: RankState) -> bool:
+        """Whether another rank waits in a collective of training that this rank has started less often."""
+        theirs = where.waits_in
+        if theirs is None or where.kind is None:
+            return False
+        return self.starts.get(theirs, 0) < where.starts.get(theirs, 0)
 
     @property
     def others_apart(self) -> list[int]:
@@ -285,7 +289,8 @@ def _ranks(ranks: list[int]) -> str:
 # culprit that is alive is in no wait that could fail, so it is informed through the store, and its own thread ends its process.
 #
 # If two ranks wait in collectives of training that each has started and the other has not, both wait forever, for example if
-# one rank calls the model more often. This is checked after a few seconds, and such a wait is ended at once.
+# one rank calls the model more often. So do a rank in such a collective and a rank that waits for all ranks in a barrier of the
+# script. This is checked after a few seconds, and such a wait is ended at once.
 #
 # Not every wait may be ended because of a living rank outside of the collective. Ranks meet in barriers and exchanges after long
 # work of a single rank (loading, saving). There, a rank is late only if it has ended, does not answer, or has waited as long in a

@@ -835,7 +835,7 @@ def test_a_resume_takes_files_without_tensors_as_a_person_has_left_them_and_warn
 
 def test_a_folder_without_checkpoints_is_said_to_hold_none(tmp_path):
     [refused] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume=True)
-    assert refused["refused"] == f"No valid checkpoint found in output directory ({tmp_path})"
+    assert refused["refused"].startswith(f"No valid checkpoint found in output directory ({tmp_path}). Leave")
     [afresh] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume="last-good", max_steps=2)
     assert afresh["said"] == [f"hf_zero: no good checkpoint in {tmp_path} (it holds none); starting afresh."]
 

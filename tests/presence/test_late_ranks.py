@@ -385,6 +385,12 @@ def test_a_rank_in_a_barrier_of_all_ranks_waits_for_the_one_in_a_collective_call
             dist.barrier()
 
 
+@pytest.mark.parametrize(("theirs", "is_in_barrier", "in_vain"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_a_rank_in_a_barrier_of_all_ranks_never_joins_a_gather_that_it_has_not_started(theirs, is_in_barrier, in_vain):
+    other = replace(where(), torch_call="barrier", is_in_barrier=is_in_barrier, starts={str(GATHER): theirs})
+    assert replace(report(GATHER, {1: other}), starts={str(GATHER): 1}).in_vain == in_vain
+
+
 # ---- collectives in the queue of an accelerator ----
 
 
