@@ -579,7 +579,7 @@ class ZeroConfig:
         return self.grad_accumulation == "local" or (self.grad_accumulation == AUTO and self.stage < 2)
 
     def get_device_mesh(self, *_args: object) -> None:
-        """Refuses a config as accelerate's `parallelism_config`, which has this method."""
+        """Refuses a config as accelerate's `parallelism_config`."""
         raise ConfigError("hf_zero: parallelism_config is a ZeroConfig. Pass a ZeroPlugin: ZeroPlugin(config).")
 
     @classmethod

@@ -117,7 +117,7 @@ def describe(
 
 
 def _settings(config: ZeroConfig) -> dict[str, str]:
-    """Returns the config setting by setting, so that an error shows only the setting that differs."""
+    """Returns the config setting by setting, because errors show a single fact."""
     return {f"the setting `{name}`": str(value) for name, value in by_name(config).items()}
 
 

@@ -178,7 +178,7 @@ class ZeroCallback(TrainerCallback):
             install_in_trainer(trainer)
 
     def get_device_mesh(self, *_args: object) -> None:
-        """Refuses a callback as accelerate's `parallelism_config`, which has this method."""
+        """Refuses a callback as accelerate's `parallelism_config`."""
         raise ConfigError(
             "hf_zero: parallelism_config is a ZeroCallback, which is for Trainer(callbacks=[...]). Pass ZeroPlugin(stage=2)."
         )

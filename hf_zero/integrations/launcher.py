@@ -110,7 +110,7 @@ def _refuse_missing(script: str, *, is_module: bool) -> None:
 
 
 def _instead_of(path: Path) -> str:
-    """Returns what was probably meant by a script that is not there."""
+    """Returns the probable remedy for the name of a missing script."""
     if path.name in ("python", "python3"):
         return "Leave out `python`: the script follows the options"
     if re.fullmatch(r"[a-z_.]+=.*", path.name):

@@ -219,7 +219,7 @@ class ZeroPlugin(ParallelismConfig):
         return mesh_of_batches(device_type or "cpu", self.tp_size * self.sp_size, " x ".join(sizes))
 
     def on_init_end(self, *_args: object, **_kwargs: object) -> None:
-        """Refuses a plugin in Trainer's `callbacks`, which have this method."""
+        """Refuses a plugin among Trainer's `callbacks`."""
         raise ConfigError(
             f"hf_zero: {self!r} is in Trainer's callbacks. Pass a ZeroCallback there: ZeroCallback({self.config.stage})."
         )
