@@ -204,17 +204,6 @@ def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return spacious[-spacious.data_ptr() % PAGE_BYTES :][:nbytes]
 
 
-class Arrival:
-    """A started copy. This base class is a copy that finished at once."""
-
-    def wait(self) -> None:
-        """Waits until the copy has finished."""
-
-
-ARRIVED = Arrival()
-"""A copy that finished at once."""
-
-
 class Reservation(ABC):
     """A flat tensor. The memory of one interval is permanent; the other memory is allocated and freed repeatedly.
 

@@ -9,8 +9,6 @@ from typing import cast
 
 import torch
 
-from .device import ARRIVED, Arrival
-
 
 class Moment:
     """A point in a device's work, for later time measurement. This class is for the host."""
@@ -81,6 +79,17 @@ def clock(device: torch.device) -> Callable[[], Moment]:
 def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
     # With this setting, a host thread waiting for an event sleeps; otherwise the thread keeps a core busy.
     return {"blocking": True} if "blocking" in inspect.signature(kind).parameters else {}
+
+
+class Arrival:
+    """A started copy. This base class is a copy that finished at once."""
+
+    def wait(self) -> None:
+        """Waits until the copy has finished."""
+
+
+ARRIVED = Arrival()
+"""A copy that finished at once."""
 
 
 class Mark(Arrival):

@@ -13,7 +13,6 @@ from torch.autograd.graph import increment_version
 
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
-from ..device import ARRIVED, Arrival
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod
@@ -21,6 +20,7 @@ from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
 from ..layout.intervals import Interval
 from ..offload.shards import Region
 from ..offload.tiers import Tier
+from ..queues import ARRIVED, Arrival
 from .flat_views import FlatViews
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision

@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ..buckets.sharded import widen
-from ..hooks.guards import mix_in
+from ..hooks.mixins import mix_in
 from ..step.sharded_optimizer import engine_stepped_by, sharded_of
 
 if TYPE_CHECKING:

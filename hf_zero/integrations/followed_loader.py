@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderAdapter
 
-from ..hooks.guards import mix_in
+from ..hooks.mixins import mix_in
 from ..hooks.weak import WeakHook
 
 if TYPE_CHECKING:

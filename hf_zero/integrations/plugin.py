@@ -14,7 +14,7 @@ from ..buckets.precision import check_cast_owner
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..config.zero import changed
-from ..hooks.guards import mix_in
+from ..hooks.mixins import mix_in
 from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
 from .callers import trainer_in_callers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..engine.engine import ZeroEngine
-from ..hooks.guards import mix_in
+from ..hooks.mixins import mix_in
 from ..step.sharded_optimizer import engine_stepped_by
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from ..comm.groups import set_limit
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import is_dtensor
 from ..extras import extra
-from ..hooks.guards import mix_in
+from ..hooks.mixins import mix_in
 from ..hooks.replaced import replaced
 from ..hooks.weak import engine_attached_to
 from ..presence.error_hook import naming_lost_ranks

@@ -7,8 +7,8 @@ from threading import Lock
 
 import torch
 
-from ..device import ARRIVED, Arrival, PinnedPool, enter_thread
-from ..queues import Mark, queue_end, side_queue
+from ..device import PinnedPool, enter_thread
+from ..queues import ARRIVED, Arrival, Mark, queue_end, side_queue
 from .host_memory import HostCores
 
 # ---- Copies of reduced gradients into the memory of the optimizer's step ----

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import nn
 
-from .module_methods import _refusal
+from .sharded_parameters import copy_refusal
 
 # On an accelerator, autocast runs layer norms in float32, whatever the dtypes. On the CPU autocast does not change layer norms,
 # and torch refuses float32 inputs with bfloat16 weights.
@@ -39,10 +39,10 @@ class CastInput:
                 held["forward"] = self._before
 
     def __deepcopy__(self, memo: dict):
-        raise _refusal("copied")
+        raise copy_refusal("copied")
 
     def __reduce_ex__(self, protocol: SupportsIndex):
-        raise _refusal("pickled")
+        raise copy_refusal("pickled")
 
 
 def cast_norm_inputs(modules: Iterable[nn.Module]) -> list[CastInput]:

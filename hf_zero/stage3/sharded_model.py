@@ -19,8 +19,9 @@ from ..engine.compiled import CompiledLayers
 from ..hooks.weak import WeakHook, caller_of_hook
 from ..optimizer.storage import OptimizerStorage
 from .gathered import GatheredParameters
-from .module_methods import ModuleMethods, ShardedParameters, UnitModules
+from .module_methods import ModuleMethods
 from .norm_inputs import CastInput, cast_norm_inputs
+from .sharded_parameters import ShardedParameters, UnitModules
 from .transforms import is_transformed, runs_transformed
 from .unit import Unit
 from .unsharding import Unsharding

@@ -14,9 +14,9 @@ from ..buckets.memory import clear_padding
 from ..buckets.sharded import widen
 from ..comm.steps_in_order import StepsInOrder
 from ..comm.transport import Handle
-from ..device import ARRIVED, Arrival
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
+from ..queues import ARRIVED, Arrival
 from .common_starts import CommonStarts
 from .reductions import Reduction
 

@@ -7,11 +7,11 @@ import torch
 
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..comm.transport import Handle
-from ..device import Arrival
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
+from ..queues import Arrival
 from .gradient_store import GradientStore, GradientTarget, add_or_set, new_buffer
 from .reductions import Reduction
 

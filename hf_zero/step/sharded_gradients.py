@@ -13,10 +13,11 @@ from ..buckets.memory import clear_padding
 from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle
 from ..config import ZeroConfig
-from ..device import Arrival, Reservation, reserve
+from ..device import Reservation, reserve
 from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
+from ..queues import Arrival
 from .buffer_pool import BufferPool
 from .gradient_store import _GRAD, GradientStore, GradientTarget, add_or_set
 from .reductions import Reduction

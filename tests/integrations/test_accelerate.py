@@ -41,7 +41,7 @@ from transformers import Trainer, get_linear_schedule_with_warmup
 from hf_zero import ConfigError, ZeroPlugin, engine_of
 from hf_zero.comm.groups import _LAUNCHED_RANKS
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks.guards import mix_in
+from hf_zero.hooks.mixins import mix_in
 from hf_zero.hooks.tensors import tensors_in
 from hf_zero.integrations.environment import _processes_on
 from hf_zero.presence.error_hook import ERROR_FILE_VARIABLE

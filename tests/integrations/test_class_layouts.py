@@ -15,7 +15,8 @@ from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer
 
 from hf_zero import ZeroPlugin, engine_of
-from hf_zero.hooks.guards import Guard, Guarded, mix_in
+from hf_zero.hooks.guards import Guard, Guarded
+from hf_zero.hooks.mixins import mix_in
 
 Value = TypeVar("Value")
 

@@ -179,7 +179,8 @@ def test_classes_of_objects_are_replaced_where_it_is_listed():
         path
         for path, its_nodes in nodes().items()
         for node in its_nodes
-        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+        if (isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Constant) and node.value == "__class__")
     }
     assert found == set(REPLACED_CLASSES)
 

@@ -46,7 +46,7 @@ import hf_zero
 from hf_zero.buckets import gathered_memory
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks.guards import mix_in
+from hf_zero.hooks.mixins import mix_in
 from hf_zero.hooks.weak import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
