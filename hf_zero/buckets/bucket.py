@@ -375,7 +375,7 @@ class Bucket:
         return [*stand_ins, *stand_ins, *self.parameters], names, values
 
     def hold_gradients(self) -> None:
-        """Replaces all `p.grad` by stand-ins, for gradients that are reduced into rows."""
+        """Replaces all `p.grad` by stand-ins, because the gradients are reduced into rows."""
         with look_only():
             # `setattr` returns None, so `any` runs to the end.
             any(map(setattr, *self._held))

@@ -1,4 +1,4 @@
-"""Memory of a bucket at stage 3: a shard that is kept, and the whole buffer while a unit is gathered."""
+"""Memory of a bucket at stage 3: a permanent shard, and the whole buffer while a unit is gathered."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar

@@ -116,7 +116,7 @@ def kept_dtype(config: ZeroConfig, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def untrained_precision(dtype: torch.dtype, gathered: torch.dtype | None = None) -> Precision:
-    """Returns the dtypes of frozen parameters: unchanged, except that stage 3 may gather in a different dtype."""
+    """Returns the dtypes of frozen parameters. They are unchanged, but stage 3 may gather in a different dtype."""
     param = gathered or dtype
     return Precision(param=param, kept=dtype, reduce=param, master=dtype)
 

@@ -147,7 +147,7 @@ def bytes_on_host(total_bytes: int) -> int:
 
 
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
-    """Returns the cheapest size for the group that reduces whole buckets, up to 256 MiB and an eighth of all gradients.
+    """Returns the cheapest size for the group of ranks in a reduction, up to 256 MiB and an eighth of all gradients.
 
     With larger buckets, the `GRAD_BUFFERS` would hold most of the gradients, which stage 2 is meant to free. A single rank
     sends nothing and gets the largest size, because each bucket costs the host some 150 us per step.

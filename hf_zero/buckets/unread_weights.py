@@ -44,7 +44,7 @@ def forget_loaded(parameter: nn.Parameter) -> None:
 
 
 def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
-    """Copies a parameter that is still in a file to the device, in the model's dtype."""
+    """Copies a parameter from its file to the device, in the model's dtype."""
     if not is_loaded(parameter):
         return
     ask_for(parameter.data)

@@ -1,4 +1,4 @@
-"""The error of all code for checkpoints, and untrusted text of files, escaped before it is shown."""
+"""The error of all code for checkpoints, and the escaping of untrusted text from files in messages."""
 
 import errno
 import pickle

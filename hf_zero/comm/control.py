@@ -34,7 +34,7 @@ class GatherOrder:
         self.checksum = 0
 
     def note(self, what: str) -> None:
-        """Adds a gather to the checksum; `what` is the same on all ranks."""
+        """Adds a gather to the checksum; the argument is the same on all ranks."""
         self.checksum = zlib.crc32(what.encode(), self.checksum)
 
 

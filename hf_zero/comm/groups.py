@@ -1,4 +1,4 @@
-"""Process groups: the ranks that shard, replicate and gather together, and their communicators."""
+"""Process groups for sharding, replication and gathers, and their communicators."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The collectives that the engine calls, and their handles."""
+"""The collectives of the engine, and their handles."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

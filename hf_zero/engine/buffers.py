@@ -29,7 +29,7 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 
 
 def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
-    """Returns the names of parameters and buffers that a script has excluded from DDP.
+    """Returns the names of parameters and buffers excluded from DDP by a script.
 
     DDP reads `_ddp_params_and_buffers_to_ignore` of the wrapped module.
     """
@@ -89,7 +89,7 @@ class _SharedBuffers:
 
 
 def has_buffers(model: nn.Module) -> bool:
-    """Whether the model has buffers that are to be equal on all ranks."""
+    """Whether the model has buffers to be kept equal on all ranks."""
     return bool(_SharedBuffers(model).held())
 
 
@@ -134,7 +134,7 @@ class ModelBuffers:
             self._send()
 
     def after_pass(self, *, failed: bool) -> None:
-        """Called after a forward and backward that may have failed on some rank.
+        """Called after a forward and backward, also if some rank has failed.
 
         Args:
             failed: this rank's pass has failed. Then this rank joins the broadcast with which the others' forward has begun.

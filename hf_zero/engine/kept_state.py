@@ -1,4 +1,4 @@
-"""Optimizer state that outlives its engine, if a script prepares its optimizers again."""
+"""Optimizer state for a script that closes its engine and prepares the optimizers again."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class _Kept:
 
 
 def keep_state(engine: ZeroEngine) -> None:
-    """Keeps the state that `engine.close()` drops, for `take_up_state`."""
+    """Keeps the state of an engine before `engine.close()` drops the state, for `take_up_state`."""
     for sharded in engine.optimizers:
         in_files = sharded.is_in_files
         # On every rank, even one without a row, because `take_up_state` is collective.
@@ -41,7 +41,7 @@ def keep_state(engine: ZeroEngine) -> None:
 
 
 def take_up_state(engine: ZeroEngine) -> None:
-    """Restores the state of `keep_state` to the engine's optimizers, unless they have other state. Collective if some was kept.
+    """Restores the state of `keep_state` to optimizers without state. Collective if some state was kept.
 
     Raises:
         ValueError: on every rank, if the state of an optimizer is lost or does not fit. The engine is closed before.

@@ -1,4 +1,4 @@
-"""Several models, and parameters outside of all models, that one engine trains together."""
+"""Several models, and parameters outside of all models, trained together by one engine."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Detects parameters that a script has moved or replaced, and reads exact weights."""
+"""Detects parameters moved or replaced by a script, and reads exact weights."""
 
 from collections.abc import Container, Iterable, Iterator
 from operator import attrgetter, is_
@@ -121,7 +121,7 @@ class ParameterPlaces:
                 yield slot, held
 
     def _all_are_in_place(self) -> bool:
-        """Fast check for each step, with loops in C. It may report a false "no"."""
+        """Fast check for each step, with loops in C. A "no" may be false."""
         with look_only():
             held = map(dict.get, map(_PARAMETERS, self._modules), self._names)
             return (
@@ -156,7 +156,7 @@ class ParameterPlaces:
                 slot.version = -1
 
     def _wrapped(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yields the nested modules below the model that contain all of the parameters."""
+        """Yields the nested modules below the model with all of the parameters."""
         inner = model
         for _ in range(_DEPTH_OF_WRAPPERS):
             below = {id(child): child for children, _, child, _ in self._links if children is inner._modules}
@@ -216,7 +216,7 @@ def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
 
 
 def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
-    """Returns the error for a module that is no longer in the model."""
+    """Returns the error for a module outside of the model."""
     become = "gone" if now is None else f"another {type(now).__name__}"
     return RuntimeError(
         f"hf_zero: {path!r} was a {type(was).__name__} when the model was prepared and is {become} now, as after "

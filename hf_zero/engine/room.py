@@ -1,4 +1,4 @@
-"""Whether host memory and disk can hold the state that `offload` moves there."""
+"""Whether host memory and disk can hold the offloaded state."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ def bytes_elsewhere(
     optimizers: Sequence[torch.optim.Optimizer],
     mesh: Mesh,
 ) -> Elsewhere:
-    """Counts bytes that `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
+    """Counts the bytes moved by `offload` to host memory and to files. State of unknown size counts nothing."""
     offload, host, disk = config.offload, 0, 0
 
     def share(parameters: Iterable[nn.Parameter]) -> int:

@@ -83,7 +83,7 @@ class EngineState:
 
     @property
     def _replica(self) -> int:
-        """Index of this rank's model among several models that are averaged only in outer steps."""
+        """Index of this rank's model, if outer steps average several models."""
         return 0 if self._parts.outer is None else self._parts.outer.replica
 
     # ---- masters and optimizer state ----
@@ -117,7 +117,7 @@ class EngineState:
         yield from (row for row in chain(own, self.residual_rows()) if self._is_first_with(row.name))
 
     def to_save(self) -> SavedState:
-        """Returns everything that this rank writes to a checkpoint except the model's weights."""
+        """Returns this rank's part of a checkpoint except the model's weights."""
         scalars = {name: held for name, held in self.scalars().items() if name in self._first_with}
         return SavedState(rows=list(self.rows_to_save()), scalars=scalars, groups=self.groups())
 

@@ -1,4 +1,4 @@
-"""What travels between the ranks and in which form, as the config asks for it."""
+"""The form in which gradients and parameters are sent between ranks, chosen by the config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Wire:
         return self.round_weights if group.groups.shard_size > 1 else None
 
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
-        """Whether gradients are summed over a group in the dtype of the result, if it is wider than the gradients' dtype."""
+        """Whether gradients are summed over a group in the result's dtype, if wider than the gradients' dtype."""
         is_summed = group.groups.shard_size > 1
         return is_summed and (self.quantises_gradients or group.transport.adds_in_wider)
 
@@ -60,7 +60,7 @@ class Wire:
 
 
 def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wire:
-    """Returns the reductions and gathers that `config.comm` selects. If one rank has all the state, nothing is quantized.
+    """Returns the reductions and gathers for `config.comm`. If one rank has all the state, nothing is quantized.
 
     Args:
         groups: the groups of the buckets with the most ranks.

@@ -1,4 +1,4 @@
-"""Mixes a class into the class of an object of another package, in a way that copies and pickles as before."""
+"""Mixes a class into the class of an object of another package. The object copies and pickles as before."""
 
 from abc import ABCMeta
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The table that rank 0 prints when an engine is built: memory, bytes, dtypes and units of the run."""
+"""The table printed by rank 0 when an engine is built: memory, bytes, dtypes and units of the run."""
 
 import os
 import sys

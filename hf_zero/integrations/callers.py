@@ -1,4 +1,4 @@
-"""Finds the object under construction, if a hook of accelerate or transformers does not pass it."""
+"""Finds the object under construction, for hooks of accelerate and transformers that do not pass the object."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""An optimizer's own step, without its hooks and with the script's arguments, and doubles that step without changing it."""
+"""An optimizer's own step, without its hooks and with the script's arguments, and doubles of an optimizer for trial steps."""
 
 import copy
 from collections import OrderedDict, defaultdict

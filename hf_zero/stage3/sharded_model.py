@@ -158,7 +158,7 @@ class ShardedModel:
         return True
 
     def edit_own(self, parameter: nn.Parameter, edit: Callable[[torch.Tensor], object]) -> bool:
-        """Calls `edit` with a flat copy of this rank's elements of a sharded parameter, and stores it; False inside a pass."""
+        """Calls `edit` with a copy of this rank's elements of a sharded parameter, and stores the copy; False inside a pass."""
         unit, slot = self.unit_of[parameter]
         if self.schedule.in_pass or not unit.is_sharded:
             return False

@@ -1,4 +1,4 @@
-"""Replaces a module's `_parameters` while parameters of the module are sharded, so that reads gather first."""
+"""Replaces a module's `_parameters` while parameters of the module are sharded. Reads gather first."""
 
 from collections.abc import Mapping
 from itertools import repeat

@@ -19,7 +19,7 @@ def is_transformed() -> bool:
 
 
 def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
-    """Whether torch.func runs a forward over a unit that stays whole. Then the hooks have nothing to do.
+    """Whether torch.func runs a forward over a unit whose parameters stay whole, so the hooks do nothing.
 
     Args:
         is_watched: whether this is inside `gathered_again`.

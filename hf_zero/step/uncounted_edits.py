@@ -1,4 +1,4 @@
-"""Edits of parameters that their masters would not follow, because autograd does not count them."""
+"""Edits of parameters without a change of their version counters, which would not reach the masters."""
 
 from collections import Counter
 from collections.abc import Iterable
