@@ -95,7 +95,8 @@ def _refuse_missing(script: str, *, is_module: bool) -> None:
     if is_module:
         # Only the first package is looked up: finding a module inside it would import it. Ranks also import from this folder.
         first = script.partition(".")[0]
-        if first in sys.modules or find_spec(first) or PathFinder.find_spec(first, [""]):
+        is_file = path.suffix == ".py" and path.is_file()
+        if not is_file and (first in sys.modules or find_spec(first) or PathFinder.find_spec(first, [""])):
             return
         meant = "A file has no -m before it" if path.exists() else "Give a name that `import` finds from this folder"
         raise ConfigError(f"hf_zero: there is no module {shown(script)}. {meant}.")

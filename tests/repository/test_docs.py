@@ -127,6 +127,30 @@ def test_only_lines_with_a_visible_reason_are_not_run():
     assert unnamed == {RUNS_THE_TESTS, MEASURES}
 
 
+NEEDED = {
+    "--png ": "matplotlib",
+    "--picture ": "dev",
+    "--lora ": "peft",
+    r"recipes/(sft|dpo|grpo|lora)\.py": "trl",
+    r"recipes/(embedder|reranker)\.py": "sentence-transformers",
+    r"recipes/lora\.py": "peft",
+}
+"""Part of a command line → the package or extra that it needs, which `pip install .` does not install."""
+
+
+def test_a_page_installs_what_its_lines_need_before_they_are_typed():
+    found = set()
+    for page, lines in LINES.items():
+        installed = ""
+        for line in lines:
+            installed += line.command if line.command.startswith("pip install ") else ""
+            for part, package in NEEDED.items():
+                if re.search(part, line.command):
+                    found.add(part)
+                    assert re.search(rf"\b{package}\b", installed), f"{page}: {line.command} needs {package}"
+    assert found == set(NEEDED)
+
+
 @pytest.mark.timeout(len(TYPED) * SECONDS)
 def test_a_checkpoint_holds_what_is_listed(walk_of):
     page = "docs/checkpoints-and-hub.md"

@@ -1,0 +1,392 @@
+"""Typical mistakes of a beginner, as one table: what is typed, and the words that name the fault and the remedy."""
+
+import json
+import os
+import re
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from launching import run_forked
+from transformers import GPT2Config
+from typer.testing import CliRunner
+
+from hf_zero.cli.app import app
+
+COMMAND = "hf-zero "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A mistake, and the words that its output must have.
+
+    Attributes:
+        typed: a command line, or the lines of a script after `SCRIPT`.
+        named: a regular expression for the words that name the fault.
+        remedy: a regular expression for the words that name the remedy.
+        ranks: the number of ranks of a script.
+    """
+
+    typed: str
+    named: str
+    remedy: str
+    ranks: int = 2
+
+    @property
+    def is_command(self) -> bool:
+        return self.typed.startswith(COMMAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The output of a mistake, its exit status, and the seconds until the end."""
+
+    said: str
+    status: int
+    seconds: float
+
+    def faults(self, mistake: Mistake, *, within_s: float) -> list[str]:
+        """Returns the objections of a grader."""
+        words = " ".join(re.sub(r"[│╭╰╮╯─]", " ", self.said).split())
+        found = [f"does not say {each!r}" for each in (mistake.named, mistake.remedy) if not re.search(each, words)]
+        if self.status == 0:
+            found.append("ends with status 0")
+        if self.seconds > within_s:
+            found.append(f"ends after {self.seconds:.0f} s")
+        if mistake.is_command and "Traceback" in self.said:
+            found.append("shows a traceback")
+        told = re.findall(r"^((?:\[rank\d\]: )?)\S*Error: (hf_zero.*)", self.said, flags=re.MULTILINE)
+        # A cause that is quoted in its error is the same message.
+        messages = [rank for rank, text in told if not any(text in other != text for _, other in told)]
+        if len(messages) > len(set(messages)):
+            found.append("has several messages of one rank")
+        return found
+
+
+def prepare(folder: Path) -> None:
+    """Makes the files that the mistakes name."""
+    files = {
+        "train.py": "print('trained')\n",
+        "train.ipynb": "{}",
+        "ds_config.json": json.dumps({"zero_optimization": {"stage": 2}}),
+        "tab.yaml": "stage: 3\ncomm:\n\ttimeout_s: 60\n",
+        "list.yaml": "- stage: 2\n",
+        "capital.yaml": "Stage: 2\n",
+        "deepspeed.yaml": "zero_optimization:\n  stage: 2\n",
+        "out/checkpoint-2/trainer_state.json": "{}",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(folder / "model")
+
+
+def answer(mistake: Mistake, folder: Path) -> Answer:
+    """Makes the mistake in a prepared folder."""
+    begun_s = time.monotonic()
+    if mistake.is_command:
+        here = Path.cwd()
+        os.chdir(folder)
+        try:
+            # A command that starts ranks would replace this process.
+            with mock.patch("os.execve", side_effect=SystemExit(0)):
+                ended = CliRunner().invoke(app, shlex.split(mistake.typed)[1:], prog_name="hf-zero")
+        finally:
+            os.chdir(here)
+        is_told = ended.exception is None or isinstance(ended.exception, SystemExit)
+        said = ended.output if is_told else f"{ended.output}Traceback: {ended.exception!r}"
+        return Answer(said=said, status=ended.exit_code, seconds=time.monotonic() - begun_s)
+    script = folder / "script.py"
+    script.write_text(SCRIPT + mistake.typed)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    if mistake.typed.startswith("# without ACCELERATE_USE_CPU"):
+        environment.pop("ACCELERATE_USE_CPU")
+    done = run_forked(script, environment=environment, processes=mistake.ranks, folder=folder)
+    return Answer(said=done.stdout + done.stderr, status=done.returncode, seconds=time.monotonic() - begun_s)
+
+
+SCRIPT = """
+import copy, os, torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+import hf_zero
+from hf_zero import ZeroCallback, ZeroConfig, ZeroEngine, ZeroPlugin, engine_of, gathered
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
+batch = torch.ones(4, 8)
+
+def prepared(stage=2, **settings):
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=stage, **settings))
+    return accelerator, *accelerator.prepare(net, adam)
+
+def gpt2(**sizes):
+    sizes = dict(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2) | sizes
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+def trainer(*callbacks, output_dir="out", model=None, **arguments):
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 16))]
+    said = dict(max_steps=2, save_steps=1, report_to="none", disable_tqdm=True) | arguments
+    return Trainer(model=model or gpt2(), args=TrainingArguments(output_dir, **said), train_dataset=rows,
+                   callbacks=list(callbacks))
+
+def saved():
+    made = trainer(ZeroCallback(2), output_dir="run")
+    made.train()
+    dist.barrier()
+    return made.is_world_process_zero()
+
+def backward(accelerator, model):
+    accelerator.backward(model(batch).square().mean())
+
+"""
+"""The beginning of each script."""
+
+
+def _run(zero: str, named: str, remedy: str) -> Mistake:
+    return Mistake(typed=f"hf-zero run --zero {zero} train.py", named=named, remedy=remedy)
+
+
+def _command(words: str, named: str, remedy: str) -> Mistake:
+    return Mistake(typed=COMMAND + words, named=named, remedy=remedy)
+
+
+def _script(lines: str, named: str, remedy: str, *, ranks: int = 2) -> Mistake:
+    return Mistake(typed=lines, named=named, remedy=remedy, ranks=ranks)
+
+
+MISTAKES: dict[str, Mistake] = {
+    # Settings
+    "stage 4": _run("4", "`stage` is 4", "allowed: 0, 1, 2, 3, auto"),
+    "a stage in words": _run("two", "'two'", "For stage 2 say 2"),
+    "stage2": _run("stage2", "'stage2'", "For stage 2 say 2"),
+    "a colon in place of =": _run("stage:2", "'stage:2'", "settings such as stage=2"),
+    "semicolons": _run("'stage=2;comm.late_s=60'", "stage=2;comm.late_s=60", "separated by commas"),
+    "a space after a comma": _run("stage=2, comm.late_s=60", "'comm.late_s=60'", "one word, with commas and no spaces"),
+    "a missing YAML file": _run("zero.yaml", "no file 'zero.yaml'", "that folder holds capital.yaml"),
+    "DeepSpeed's JSON file": _run("ds_config.json", "is a config of DeepSpeed", "`stage=2`"),
+    "DeepSpeed's keys in YAML": _run("deepspeed.yaml", "is a config of DeepSpeed", "hf-zero migrate"),
+    "a tab in YAML": _run("tab.yaml", r"tab.yaml is not valid YAML, line 3", "Indent with spaces"),
+    "a capital letter in a key": _run("capital.yaml", "unknown key `Stage`", "nearest known one is `stage`"),
+    "a list in YAML": _run("list.yaml", "holds list", "a mapping such as `stage: 2`"),
+    "a typo in a setting": _run("stage=2,buckt_bytes=16MiB", "`buckt_bytes`", "`bucket_bytes`"),
+    "bf16 for a dtype": _run("stage=2,param_dtype=bf16", "`param_dtype` is 'bf16'", "bfloat16"),
+    "offload to the GPU": _run("stage=3,offload.params=gpu", "`offload.params` is 'gpu'", "none, cpu, nvme"),
+    "offload without a part": _run("stage=2,offload=cpu", "`offload` is 'cpu'", r"offload\.optimizer="),
+    "nvme without a path": _run("stage=2,offload.optimizer=nvme", "optimizer: nvme", "needs `offload.nvme_path`"),
+    "bytes in words": _run("stage=2,bucket_bytes=lots", "`bucket_bytes` is 'lots'", "16MiB"),
+    "no bytes": _run("stage=2,bucket_bytes=0", "`bucket_bytes` is 0", "above 0"),
+    "a setting of stage 3 at stage 2": _run("stage=2,prefetch_units=2", "`prefetch_units`", "Set `stage: 3`"),
+    "moments without a unit": _run("stage=2,moments=8", "`moments` is 8", "32bit, 8bit"),
+    "a removed setting": _run("stage=2,comm.gradients=int4", "`comm.gradients: int4` was taken out", "Use int8"),
+    "minutes with a unit": _run("checkpoint.every_minutes=10m", "every_minutes` is '10m'", "a number of minutes"),
+    "a time with a colon": _run("stage=2,checkpoint.budget=3:40", "`checkpoint.budget` is '3:40'", "3h40m"),
+    "another word for stop": _run("stage=2,nonfinite=raise", "`nonfinite` is 'raise'", "stop, skip, ignore"),
+    "resume: true": _run("stage=2,checkpoint.resume=true", "`checkpoint.resume` is True", "asked, auto"),
+    "the learning rate": _run("stage=2,learning_rate=1e-4", "`learning_rate`", "in the training arguments"),
+    "the batch": _run("stage=2,train_batch_size=8", "`train_batch_size`", "in the training arguments"),
+    "a setting twice": _run("stage=2,stage=3", "`stage` is given twice", "Give it once"),
+    # hf-zero run
+    "run without a config": _command("run train.py", "no config was given", "`--zero 2 script.py"),
+    "a config after the script": _command("run train.py --zero 2", "no config was given", "before the script"),
+    "run without a script": _command("run --zero 2", "Missing argument 'script'", "Try 'hf-zero run --help'"),
+    "a script with a typo": _command("run --zero 2 trian.py", "no script 'trian.py'", r"'train\.py'"),
+    "a script without .py": _command("run --zero 2 train", "no script 'train'", r"'train\.py'"),
+    "python before the script": _command("run --zero 2 python train.py", "no script 'python'", "Leave out `python`"),
+    "a notebook": _command("run --zero 2 train.ipynb", "is a notebook", r"hf_zero\.launch"),
+    "a folder": _command("run --zero 2 out", "'out' is a folder", "path of a Python file"),
+    "-m before a file": _command("run --zero 2 -m train.py", "no module 'train.py'", "A file has no -m before it"),
+    "-m before a missing module": _command(
+        "run --zero 2 -m no_such_pkg.x", "no module 'no_such_pkg.x'", "`import` finds"
+    ),
+    "--stage": _command("run --stage 2 train.py", "No such option: --stage", "--zero"),
+    "--zero2": _command("run --zero2 train.py", "No such option: --zero2", r"Possible options: --zero\)"),
+    "--nproc_per_node": _command("run --zero 2 --nproc_per_node 4 train.py", "--nproc-per-node", "--num-processes"),
+    "--gpus": _command("run --zero 2 --gpus 4 train.py", "No such option: --gpus", r"options: --num-processes\)"),
+    "--bf16": _command("run --zero 2 --bf16 train.py", "No such option: --bf16", "--mixed-precision"),
+    "no ranks": _command("run --zero 2 --num-processes 0 train.py", "--num-processes is 0", "from 1 on"),
+    "ranks in words": _command("run --zero 2 --num-processes two x.py", "'--num-processes'", "valid integer"),
+    "a port that is too large": _command("run --zero 2 --port 99999 train.py", "'--port'", "65535"),
+    "an unknown precision": _command(
+        "run --zero 2 --mixed-precision fp32 x.py", "'fp32' is not", "'no', 'bf16', 'fp16'"
+    ),
+    "sequences over 3 of 2 ranks": _command("run --cpu --zero 2 --sp 3 train.py", "--sp is 3", "divides the 2 ranks"),
+    # Other commands
+    "a command with a typo": _command("plna model", "No such command 'plna'", "'plan'"),
+    "plan of nothing": _command("plan", "Missing argument 'model'", "Try 'hf-zero plan --help'"),
+    "a name of the Hub with a typo": _command("plan bert-base-uncaesd", "bert-base-uncaesd", "HF_HUB_OFFLINE|folder"),
+    "a folder with a typo": _command("plan ./modle", r"\./modle is no folder", "OWNER/MODEL"),
+    "plan of a script": _command("plan train.py", "config of train.py cannot be read", "not a valid JSON file"),
+    "plan of an output folder": _command("plan out", "out has no config.json", "folder of a model"),
+    "plan of the folder above": _command("plan .", r"\. has no config.json", "Give model, which has one"),
+    "no GPUs": _command("plan model --gpus 0", "`gpus` is 0", "from 1"),
+    "memory without a unit": _command("plan model --gpu-memory 24", "`gpu_memory` is '24'", "24GB"),
+    "a space before the unit": _command(
+        "plan model --gpu-memory 24 GB", r"extra argument\(s\) \(GB\)", "Try 'hf-zero plan"
+    ),
+    "rows without tokens": _command("plan model --seq 0", "`seq` is 0", "from 1"),
+    "no rows": _command("plan model --batch 0", "`batch` is 0", "from 1"),
+    "bfloat16 for bf16": _command("plan model --mixed-precision bfloat16", "'bfloat16' is not", "'bf16'"),
+    "bf16 for bfloat16": _command("plan model --dtype bf16", "'bf16' is not one of", "'bfloat16'"),
+    "verify a missing folder": _command("verify nowhere", "nowhere", "there is no folder nowhere"),
+    "verify an output folder": _command("verify out", "holds no model.safetensors", "give out/checkpoint-2"),
+    "verify half a checkpoint": _command("verify out/checkpoint-2", "out/checkpoint-2", "no model.safetensors"),
+    "verify a file": _command("verify train.py", "train.py is a file", "give the folder"),
+    "inspect an output folder": _command("inspect out", "holds no model.safetensors", "give out/checkpoint-2"),
+    "consolidate without a target": _command("consolidate out", "Missing argument 'out'", "--help"),
+    "consolidate to fp16": _command("consolidate model whole --dtype fp16", "'fp16' is not", "'float16'"),
+    "push a missing folder": _command("push nowhere my-model", "no folder nowhere", "no folder nowhere"),
+    "a repository with a space": _command("push model 'my model'", "'my model' is no repository", "me/my-model"),
+    "a repository with two slashes": _command("push model a/b/c", "'a/b/c' is no repository", "me/my-model"),
+    "push without a token": _command("push model my-model", "no token", "Run `hf auth login`"),
+    "migrate a missing file": _command("migrate nowhere.json", "nowhere.json cannot be read", "No such file"),
+    "migrate a script": _command("migrate train.py", "train.py holds", "DeepSpeed's JSON"),
+    "convert a missing folder": _command("convert nowhere whole", "no folder nowhere", "no folder nowhere"),
+    "convert a model": _command("convert model whole", "model is no checkpoint of DeepSpeed", "global_step"),
+    "report of nothing": _command("report out", "trainer_state.json has no log_history", "nothing to report"),
+    "parity without a config": _command("parity train.py", "no config was given", "`--zero 2 script.py"),
+    "doctor of no ranks": _command("doctor --processes 0", "'--processes'", "greater than or equal to 2"),
+    "a rendezvous at no address": _command(
+        "rendezvous --host nowhere.invalid --port 29411", "nowhere.invalid", "Give another --port, or the --host"
+    ),
+    # Objects in Python
+    "the plugin's class": _script(
+        "Accelerator(parallelism_config=ZeroPlugin)", "is the class", r"ZeroPlugin\(stage=2\)"
+    ),
+    "a config for a plugin": _script(
+        "Accelerator(parallelism_config=ZeroConfig(stage=2))", "is a ZeroConfig", r"ZeroPlugin\(config\)", ranks=1
+    ),
+    "a callback for a plugin": _script(
+        "Accelerator(parallelism_config=ZeroCallback(2))", "is a ZeroCallback", r"ZeroPlugin\(stage=2\)", ranks=1
+    ),
+    "a plugin for a callback": _script(
+        "trainer(ZeroPlugin(2))", r"ZeroPlugin\(stage=2\) is in", "ZeroCallback", ranks=1
+    ),
+    "a plugin with a typo": _script("ZeroPlugin(stge=2)", "`stge`", "`stage`", ranks=1),
+    "parameters for a model": _script("ZeroEngine(net.parameters(), [adam], 2)", "generator", "a model", ranks=1),
+    "an optimizer's class": _script(
+        "ZeroEngine(net, [torch.optim.AdamW], 2)", "the class AdamW", r"AdamW\(\.\.\.\)", ranks=1
+    ),
+    "stage auto for an engine": _script(
+        "ZeroEngine(net, [adam], 'auto')", "`stage: auto`", "Give ZeroEngine a stage", ranks=1
+    ),
+    "a name for a parameter": _script(
+        "prepared(3)\nwith gathered('0.weight'): pass", r"gathered got '0\.weight'", "It takes a module", ranks=1
+    ),
+    "launch with a call": _script("hf_zero.launch(print())", "launch got None", r"launch\(train", ranks=1),
+    "launch with a number": _script("hf_zero.launch(print, 3)", "args 3", "takes a tuple", ranks=1),
+    "engine_of before prepare": _script("engine_of(net)", "no engine on", r"call prepare\(model, optimizer\)", ranks=1),
+    # Ranks
+    "torchrun on a CPU": _script(
+        "# without ACCELERATE_USE_CPU\nprepared()", "2 processes were asked for", "On a CPU, .*ACCELERATE_USE_CPU=true"
+    ),
+    "no process group": _script("ZeroEngine(net, [adam], 2)", "has no process group", r"init_process_group\(\)"),
+    "a second Accelerator": _script(
+        "Accelerator()\na, m, o = prepared()\nbackward(a, m)\no.step()", "was installed nowhere", r"plugin\.attach"
+    ),
+    "a model without its optimizer": _script(
+        "a = Accelerator(parallelism_config=ZeroPlugin(2))\nbackward(a, a.prepare(net))",
+        "prepared without its optimizer",
+        r"accelerator\.prepare\(model, optimizer\)",
+    ),
+    "attach after prepare": _script(
+        "a = Accelerator()\na.prepare(net, adam)\nZeroPlugin(2).attach(a)", "came after", "attach first, then prepare"
+    ),
+    "reading p.grad": _script(
+        "a, m, o = prepared()\nbackward(a, m)\nnet[0].weight.grad.norm()",
+        r"gradient of '0\.weight'",
+        r"engine\.full_grad",
+    ),
+    "torch's clip": _script(
+        "a, m, o = prepared()\nbackward(a, m)\nnn.utils.clip_grad_norm_(m.parameters(), 1.0)",
+        r"gradient of '0\.weight' is sharded",
+        r"accelerator\.clip_grad_norm_",
+    ),
+    "no zero_grad": _script(
+        "a, m, o = prepared()\nfor _ in range(2):\n    backward(a, m)\n    o.step()",
+        "wanted once more",
+        r"optimizer\.zero_grad\(\)",
+    ),
+    "a NaN": _script(
+        "a, m, o = prepared()\na.backward(m(batch * float('nan')).sum())\no.step()",
+        "gradient norm is nan",
+        "Lower the learning rate",
+    ),
+    "half after prepare": _script(
+        "a, m, o = prepared()\nnet.half()\nbackward(a, m)",
+        r"'0\.weight' is torch\.float16",
+        "Cast before accelerator.prepare",
+    ),
+    "reading a parameter at stage 3": _script(
+        "a, m, o = prepared(3)\nnet[0].weight.norm()",
+        r"needs the values of '0\.weight'",
+        r"with hf_zero\.gathered\(model\)",
+    ),
+    "state_dict on one rank, then a barrier": _script(
+        "a, m, o = prepared(3)\nif a.is_main_process: m.state_dict()\na.wait_for_everyone()",
+        r"only some ranks came to state_dict\(\)",
+        "call it on every rank",
+    ),
+    "a forward on one rank, then a barrier": _script(
+        "a, m, o = prepared(3)\nif a.is_main_process: m(batch)\na.wait_for_everyone()",
+        "barrier",
+        "is_main_process|larger `comm.late_s`",
+    ),
+    "an edit without writeback": _script(
+        "a, m, o = prepared(3)\nwith gathered(m), torch.no_grad(): net[0].weight.zero_()",
+        "the edit is lost",
+        "writeback=True",
+    ),
+    "pickling at stage 3": _script(
+        "a, m, o = prepared(3)\ntorch.save(m, 'm.pt')", "cannot be pickled", "save_pretrained"
+    ),
+    "stages that differ": _script(
+        "prepared(1 + int(os.environ['RANK']))", "the setting `stage`: 1 on rank 0", "the same way"
+    ),
+    "a model without values": _script(
+        "with torch.device('meta'): net = nn.Linear(8, 4)\nadam = torch.optim.AdamW(net.parameters())\nprepared()",
+        "on the meta device",
+        "from_pretrained",
+    ),
+    "resume from a missing folder": _script(
+        "trainer(ZeroCallback(2)).train('out/checkpoint-7')", "no folder out/checkpoint-7", "Checkpoints in 'out'"
+    ),
+    "resume without a checkpoint": _script(
+        "trainer(ZeroCallback(2), output_dir='new').train(True)",
+        "No valid checkpoint found",
+        "Leave resume_from_checkpoint out",
+    ),
+    "half a checkpoint": _script(
+        "if saved(): os.remove('run/checkpoint-2/zero/rank-00001-of-00002.safetensors')\ndist.barrier()\n"
+        "trainer(ZeroCallback(2), output_dir='run').train('run/checkpoint-2')",
+        r"rank-00001-of-00002\.safetensors is missing",
+        "checkpoint-1",
+    ),
+    "another optimizer": _script(
+        "saved()\ntrainer(ZeroCallback(2), output_dir='run', optim='sgd').train('run/checkpoint-2')",
+        "optimizer AdamW, and this run has SGD",
+        "Resume with the same optimizer",
+    ),
+    "another model": _script(
+        "saved()\ntrainer(ZeroCallback(2), output_dir='run', model=gpt2(n_embd=32)).train('run/checkpoint-2')",
+        "do not fit this run's GPT2LMHeadModel",
+        "checkpoint|model",
+    ),
+    "load_state of a missing folder": _script(
+        "a, m, o = prepared()\na.load_state('nowhere')", "no folder nowhere", r"accelerator\.save_state wrote"
+    ),
+    "a missing folder for files": _script(
+        "prepared(offload={'optimizer': 'nvme', 'nvme_path': 'no/such'})", "'no/such', which is no folder", "Create it"
+    ),
+    "layers of another model": _script("prepared(3, unit_modules=['BertLayer'])", "BertLayer", "It has: Linear"),
+    "groups of 3 of 2 ranks": _script(
+        "prepared(comm={'shard_group_size': 3})", "shard_group_size` is 3", "allowed: 2, auto"
+    ),
+}
+"""A name for each mistake → the mistake."""
