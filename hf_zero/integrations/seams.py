@@ -277,9 +277,16 @@ SEAMS = (
     Seam(
         owner="torch._subclasses.fake_tensor:",
         names=("FakeTensor", "FakeTensorMode"),
-        where=("planner/trace",),
+        where=("planner/trace", "planner/fake_operations"),
         why="Runs a forward and a backward of a model without memory.",
         test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
+    ),
+    Seam(
+        owner="torch._subclasses.fake_tensor:",
+        names=("in_kernel_invocation_manager",),
+        where=("planner/fake_operations",),
+        why="Makes a fake tensor of a known shape, and views of fake tensors, without torch's slow inference in Python.",
+        test="test_fake_operations.py::test_each_result_is_the_one_that_torch_infers",
     ),
     Seam(
         owner="torch.utils._python_dispatch:",

@@ -30,6 +30,7 @@ from ..forecast.fit import RESERVE, PlanError
 from ..forecast.peak import Activations, Live
 from ..hooks.tensors import differentiable_tensors
 from .batches import exchanged_bytes, inner_model, part_of
+from .fake_operations import FakeOperations
 from .meta_models import checkpoint, is_checkpointed
 
 # ---- The memory of a micro-batch: a forward and a backward on fake tensors, counted while they live ----
@@ -153,7 +154,7 @@ def _traced(
 ) -> Activations:
     """Traces with fake tensors claiming to be on `device`."""
     mode, like = FakeTensorMode(allow_non_fake_inputs=True), partial(_like, device=device)
-    living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
+    living = _LivingBytes(FakeOperations(mode), _vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
     fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype), like)
     if recomputes:
         checkpoint(fake)
@@ -340,6 +341,7 @@ class _LivingBytes(TorchDispatchMode):
     """Counts the bytes of live storages, and floating-point operations.
 
     Args:
+        operations: runs the operations.
         vocabulary: vocabulary size of the model's head, by which logits are recognized.
         tiles: tiles alive at a time in a chunked loss.
 
@@ -349,8 +351,9 @@ class _LivingBytes(TorchDispatchMode):
         curve, tile_bytes, pinned_bytes: see `Activations`.
     """
 
-    def __init__(self, vocabulary: int | None, tiles: int) -> None:
+    def __init__(self, operations: FakeOperations, vocabulary: int | None, tiles: int) -> None:
         super().__init__()
+        self._operations = operations
         self.now = self.logits = self.flops = self.tile_bytes = self.pinned_bytes = 0
         self.curve = [Live()]
         self._vocabulary, self._tiles = vocabulary, tiles
@@ -381,13 +384,16 @@ class _LivingBytes(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         # A forward may copy to host memory and fetch the copy in backward. Fake tensors cannot be pinned.
         is_pinned = bool(kwargs.pop("pin_memory", False))
-        result = func(*args, **kwargs)
+        result = self._operations.run(func, args, kwargs)
         self._count_operations(func, args, kwargs, result)
         # Autograd sums gradients of one tensor in place unless the first is a view, but not under a dispatch mode, where the
         # sum of a tied weight's two gradients would be counted as a third one. Only a backward's own operations run with
         # gradients off.
         is_in_place = func is _SUM and not torch.is_grad_enabled() and args[0]._base is None
-        recursively_apply(self._count, result, is_pinned=is_pinned, is_in_place=is_in_place)
+        if isinstance(result, torch.Tensor):
+            self._count(result, is_pinned=is_pinned, is_in_place=is_in_place)
+        else:
+            recursively_apply(self._count, result, is_pinned=is_pinned, is_in_place=is_in_place)
         return result
 
     def _count(self, tensor: torch.Tensor, *, is_pinned: bool, is_in_place: bool) -> None:
