@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -190,6 +190,8 @@ class Parts:
     config: ZeroConfig
     device: torch.device
     mesh: Mesh
+    groups: Groups
+    split: SplitModel
     tier: Tier
     parameter_tier: ParameterTier
     nonfinite: NonFiniteCheck
@@ -210,6 +212,19 @@ class Parts:
     norm: GradientNorm
     replicas: ReplicaCheck | None
     copies: CopyChecks | None
+
+    def end_reads(self) -> None:
+        """Ends all reads of rows before a write: gathers that send from the shards, and copies that read the masters."""
+        self.parameter_gather.finish_all()
+        if self.tier.is_apart:
+            self.tier.h2d.wait()
+        if not self.sharded.is_empty:
+            self.sharded.schedule.reshard_all()
+
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Starts sending this rank's part of some buckets to the ranks with whole parameters."""
+        if self.groups.shard_size > 1:
+            self.parameter_gather.start([bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)])
 
 
 def assemble(
@@ -297,7 +312,8 @@ def _assemble(
         device=device,
         placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
         parameter_tier=parameter_tier,
-        adopt=_adopting(model, storage, on_progress),
+        storage=storage,
+        on_progress=on_progress,
     )
     all_buckets, of_units = builder.build(model, division)
     schedule = Unsharding(
@@ -317,6 +333,8 @@ def _assemble(
         config=config,
         device=device,
         mesh=mesh,
+        groups=mesh.dp.groups,
+        split=split,
         tier=tier,
         parameter_tier=parameter_tier,
         nonfinite=nonfinite,
@@ -374,31 +392,18 @@ def _replica_check(
 def _choose_norm(
     mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks | None
 ) -> GradientNorm:
-    # If experts are split over more ranks, the norm is over all ranks, and only one rank counts each gradient.
-    is_among_all = bool(mesh.split.experts)
-
-    def counts(row: Row) -> bool:
-        is_first_of_copy = copies is None or copies.is_first_with(row.slot.name)
-        return is_first_of_copy and (row.slot.bucket.group.is_first or not is_among_all)
-
-    return choose_norm(config, buckets, mesh.agreement, device=device, counts=None if copies is None else counts)
-
-
-def _adopting(
-    model: nn.Module, storage: OptimizerStorage, on_progress: Callable[[int, int], None]
-) -> Callable[[Bucket], None]:
-    """Returns a function that passes each bucket to `storage`, and reports the progress."""
-    # Sizes before the move, because parameters have no memory afterwards at stage 3.
-    nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
-    total, done = sum(nbytes_of.values()), 0
-
-    def adopt(bucket: Bucket) -> None:
-        nonlocal done
-        storage.adopt(bucket)
-        done += sum(nbytes_of[slot.parameter] for slot in bucket.slots)
-        on_progress(done, total)
-
-    return adopt
+    counted = None
+    if copies is not None:
+        # If experts are split over more ranks, the norm is over all ranks, and only one rank counts each gradient.
+        is_among_all = bool(mesh.split.experts)
+        counted = frozenset(
+            slot.name
+            for bucket in buckets
+            if bucket.group.is_first or not is_among_all
+            for slot in bucket.slots
+            if copies.is_first_with(slot.name)
+        )
+    return choose_norm(config, buckets, mesh.agreement, device=device, counted=counted)
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:

@@ -1,6 +1,6 @@
 """Moves a model's parameters into flat buckets."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +17,7 @@ from ..config import ZeroConfig
 from ..layout.buckets import BucketLayout
 from ..offload.choice import Placement
 from ..offload.shards import ParameterTier
+from ..optimizer.storage import OptimizerStorage
 from .buffers import ignored_by_ddp, ignored_parameters
 from .division import Division, Part, precision_of
 from .split_model import Mesh
@@ -33,7 +34,8 @@ class BucketBuilder:
         device: the training device.
         placement: chooses the tier of each bucket's state.
         parameter_tier: stores shards of parameters.
-        adopt: called with each new bucket.
+        storage: stores the masters and the optimizer state.
+        on_progress: called with the bytes of parameters in buckets and of all parameters.
     """
 
     config: ZeroConfig
@@ -42,7 +44,8 @@ class BucketBuilder:
     device: torch.device
     placement: Placement
     parameter_tier: ParameterTier
-    adopt: Callable[[Bucket], None]
+    storage: OptimizerStorage
+    on_progress: Callable[[int, int], None]
 
     def build(self, model: nn.Module, division: Division) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
         """Returns all buckets, in the order of their reduction, and the buckets of each unit by its modules. Collective.
@@ -50,16 +53,23 @@ class BucketBuilder:
         Afterwards, parameters in no bucket are also on the device, with rank 0's values unless the script has excluded them from
         DDP.
         """
+        # Sizes before the move, because parameters have no memory afterwards at stage 3.
+        nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
+        total, done = sum(nbytes_of.values()), 0
         built: list[Bucket] = []
         of_units: dict[tuple[str, ...], list[Bucket]] = {}
         # One answer for all parts, because all buckets have the same gradient store.
         are_parameters = self._rows_are_parameters(p for part in division.parts for _, p in part.parameters)
         for part in division.parts:
             layouts = division.layouts_of(part, first_index=len(built))
-            buckets = self._build_part(part, layouts, are_parameters=are_parameters)
-            built += buckets
-            if part.sharded:
-                of_units.setdefault(part.modules, []).extend(buckets)
+            of_part = of_units.setdefault(part.modules, []) if part.sharded else []
+            for bucket in self._build_part(part, layouts, are_parameters=are_parameters):
+                # At once, so that the state moves to its tier before the next bucket allocates memory on the device.
+                self.storage.adopt(bucket)
+                built.append(bucket)
+                of_part.append(bucket)
+                done += sum(nbytes_of[slot.parameter] for slot in bucket.slots)
+                self.on_progress(done, total)
         start_alike(model, self.device, self.mesh.dp.all_transport)
         taken = {slot.parameter for bucket in built for slot in bucket.slots}
         ignored, names = ignored_parameters(model), ignored_by_ddp(model)
@@ -73,9 +83,8 @@ class BucketBuilder:
                 take_from_file(parameter, self.device)
         return built, of_units
 
-    def _build_part(self, part: Part, layouts: Sequence[BucketLayout], *, are_parameters: bool) -> list[Bucket]:
+    def _build_part(self, part: Part, layouts: Sequence[BucketLayout], *, are_parameters: bool) -> Iterator[Bucket]:
         parameter_of = dict(part.parameters)
-        buckets = []
         for layout in layouts:
             parameters = [parameter_of[slot.name] for slot in layout.slots]
             # Before the bucket copies the values: at stage 3 this rank keeps only its part of rank 0's values.
@@ -101,7 +110,7 @@ class BucketBuilder:
                 if part.sharded
                 else UnshardedMemory(*place)
             )
-            bucket = Bucket(
+            yield Bucket(
                 layout,
                 parameters,
                 precision,
@@ -110,10 +119,6 @@ class BucketBuilder:
                 rows_are_parameters=are_parameters,
                 tier=tier,
             )
-            # At once, so that the state moves to its tier before the next bucket allocates memory on the device.
-            self.adopt(bucket)
-            buckets.append(bucket)
-        return buckets
 
     def _start_alike(self, parameter: nn.Parameter) -> None:
         take_rank_0s(parameter, device=self.device, transport=self.mesh.group_of(parameter).all_transport)

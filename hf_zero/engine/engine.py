@@ -122,7 +122,7 @@ class ZeroEngine:
         # `resize_embeddings` calls this method again, and the new step must continue to ask for signals.
         self.stop_when(self._stop_asked)
         self.optimizers = self._step.optimizers
-        self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
+        self.state = EngineState(parts, self.optimizers, self._step.row_writes)
         self._handles = self._step.install(self.entries)
         if self.evaluates:
             self._handles += self._freezes.watch(self.entry)
@@ -364,7 +364,7 @@ class ZeroEngine:
             wanted: False only joins the collectives.
             model: one of several models; None for the first.
         """
-        split = self._parts.mesh.split
+        split = self._parts.split
         if split.is_empty:
             with self.lent("whole_state_dict", wanted=wanted, model=model) as state:
                 return state
@@ -379,13 +379,13 @@ class ZeroEngine:
             self.sharded.is_empty
             and self._parts.exact.is_empty
             and self.groups.outer is None
-            and self._parts.mesh.split.is_empty
+            and self._parts.split.is_empty
         )
 
     @property
     def holds_whole_model(self) -> bool:
         """Whether each rank has all tensors of the model, up to the rounding of quantized gathers."""
-        return self.sharded.is_empty and self._parts.mesh.split.is_empty
+        return self.sharded.is_empty and self._parts.split.is_empty
 
     def memory_report(self) -> MemoryReport:
         """Counts bytes of state on this rank by kind, next to DDP's bytes of the same kind."""
@@ -435,7 +435,7 @@ class ZeroEngine:
         Raises:
             ValueError: the model has no such method, is split, or is one of several models.
         """
-        if not self._parts.mesh.split.is_empty:
+        if not self._parts.split.is_empty:
             raise ValueError(
                 "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
                 "model and save it before it is loaded with tp_size."
@@ -535,7 +535,7 @@ class ZeroEngine:
             optimizer.release()
         detach((*self.models, *self.entries, *self.module.parameters()))
         # Last, because the DTensors get the present values of the plain parameters.
-        self._parts.mesh.split.restore()
+        self._parts.split.restore()
 
 
 def _refuse_classes(models: Sequence[object], optimizers: object) -> None:

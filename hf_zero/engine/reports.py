@@ -1,6 +1,6 @@
 """Reports of memory and dtypes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -39,7 +39,11 @@ def report_memory(
             *_parameter_rows(model, buckets, trained, sharded, parts.parameter_tier.name),
             *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
             *_state_rows(buckets, trained, optimizers, storage),
-            *([] if outer is None else _in_memory("outer steps", buckets, outer.held_bytes)),
+            *(
+                []
+                if outer is None
+                else _in_memory("outer steps", {bucket: outer.held_bytes(bucket) for bucket in buckets})
+            ),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
@@ -93,7 +97,7 @@ def _parameter_rows(
             ddp_bytes=frozen_ddp,
         ),
         *([apart] if is_apart else []),
-        *_in_tiers("fp32 master", buckets, lambda b: b.master.nbytes if b.keeps_master else 0),
+        *_in_tiers("fp32 master", {b: b.master.nbytes if b.keeps_master else 0 for b in buckets}),
     ]
 
 
@@ -133,9 +137,8 @@ def _state_rows(
     shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
     rows = _in_tiers(
         "optimizer state",
-        buckets,
-        lambda bucket: storage.state_bytes(bucket, shown[bucket]),
-        lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
+        {bucket: storage.state_bytes(bucket, tensors) for bucket, tensors in shown.items()},
+        {bucket: sum(tensor.nbytes for tensor in tensors) * ddp_share for bucket, tensors in shown.items()},
     )
     # If only some buckets are offloaded, they are the first ones.
     if window_bytes:
@@ -145,30 +148,24 @@ def _state_rows(
 
 
 def _in_tiers(
-    kind: str,
-    buckets: Sequence[Bucket],
-    nbytes_of: Callable[[Bucket], int],
-    ddp_bytes_of: Callable[[Bucket], float] = lambda _: 0.0,
+    kind: str, nbytes: Mapping[Bucket, int], ddp_bytes: Mapping[Bucket, float] | None = None
 ) -> list[MemoryRow]:
     """Returns a row for each tier with a nonzero number of bytes, and at least one row."""
-    return _by_place(kind, {bucket: bucket.tier.name for bucket in buckets}, nbytes_of, ddp_bytes_of)
+    return _by_place(kind, {bucket: bucket.tier.name for bucket in nbytes}, nbytes, ddp_bytes or {})
 
 
-def _in_memory(kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> list[MemoryRow]:
+def _in_memory(kind: str, nbytes: Mapping[Bucket, int]) -> list[MemoryRow]:
     """Counts state in memory, also if the tier keeps state in files."""
-    return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in buckets}, nbytes_of, lambda _: 0.0)
+    return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in nbytes}, nbytes, {})
 
 
 def _by_place(
-    kind: str,
-    place_of: Mapping[Bucket, str],
-    nbytes_of: Callable[[Bucket], int],
-    ddp_bytes_of: Callable[[Bucket], float],
+    kind: str, place_of: Mapping[Bucket, str], nbytes: Mapping[Bucket, int], ddp_bytes: Mapping[Bucket, float]
 ) -> list[MemoryRow]:
     found: dict[str, tuple[int, float]] = {}
     for bucket, place in place_of.items():
-        nbytes, ddp_bytes = found.get(place, (0, 0.0))
-        found[place] = (nbytes + nbytes_of(bucket), ddp_bytes + ddp_bytes_of(bucket))
+        so_far, ddp_so_far = found.get(place, (0, 0.0))
+        found[place] = (so_far + nbytes[bucket], ddp_so_far + ddp_bytes.get(bucket, 0.0))
     first = next(iter(found), "device")
     held = {name: sums for name, sums in found.items() if sums[0]} or {first: (0, 0.0)}
     return [

@@ -1,6 +1,6 @@
 """Reads and writes the state of an engine: weights, optimizer state and residuals."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.bucket import Bucket
 from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
@@ -54,23 +53,17 @@ class SavedState:
 
 
 class EngineState:
-    """`ZeroEngine.state`: reads and replaces this rank's state for checkpoints.
-
-    Args:
-        share: sends this rank's part of some buckets to the ranks with whole parameters.
-    """
+    """`ZeroEngine.state`: reads and replaces this rank's state for checkpoints."""
 
     def __init__(
         self,
         parts: Parts,
         optimizers: Sequence[ShardedOptimizer],
         row_writes: RowWrites,
-        share: Callable[[Iterable[Bucket]], None],
     ):
         self._parts = parts
         self._optimizers = optimizers
         self._row_writes = row_writes
-        self._share = share
 
     @cached_property
     def _first_with(self) -> frozenset[str]:
@@ -92,7 +85,7 @@ class EngineState:
         """Yields this rank's masters and optimizer state, row by row."""
         parts = self._parts
         self._follow_state_edits()
-        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.storage, self._replica, is_outside)
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.storage, self._replica)
         if parts.outer is not None:
             yield from parts.outer.rows()
 
@@ -134,7 +127,7 @@ class EngineState:
         self._follow_state_edits()
         parts.wire.reduction.fill(parts.buckets, read, kinds_of)
         rows = list(parts.row_of.values())
-        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.storage, self._replica, is_outside)
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.storage, self._replica)
         if parts.outer is not None:
             parts.outer.fill(read, kinds_of)
         # Count the writes to rows as known. Otherwise the next forward would refuse them as unsent writes by the script.
@@ -150,27 +143,27 @@ class EngineState:
 
     def box_of(self, parameter: torch.Tensor) -> Box:
         """Returns this rank's part of a parameter: all, unless tensor or expert parallelism splits it."""
-        return self._parts.mesh.split.box_of(parameter)
+        return self._parts.split.box_of(parameter)
 
     def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         """Gathers a whole parameter, or a tensor of its shape, from a copy's parts. Collective over the copy."""
-        split = self._parts.mesh.split.parts.get(parameter)
+        split = self._parts.split.parts.get(parameter)
         return part if split is None else split.as_dtensor(part).full_tensor()
 
     def boxes(self) -> dict[str, Box]:
         """Maps names to this rank's parts of split parameters."""
-        split = self._parts.mesh.split
+        split = self._parts.split
         return {} if split.is_empty else {name: box for name, box in split.boxes().items() if not box.is_whole}
 
     @property
     def is_split(self) -> bool:
         """Whether tensor or expert parallelism has split the model over ranks."""
-        return not self._parts.mesh.split.is_empty
+        return not self._parts.split.is_empty
 
     @property
     def split_sizes(self) -> tuple[int, int]:
         """Numbers of ranks that compute a batch together, and that together have a copy of the model."""
-        split = self._parts.mesh.split
+        split = self._parts.split
         return len(split.ranks), len(split.copy_ranks)
 
     def group_of(self, tensor: torch.Tensor) -> DataParallelGroup:
@@ -264,7 +257,7 @@ class EngineState:
         parts = self._parts
         if parts.outer is not None:
             parts.outer.start_from_masters()
-        self._share(parts.buckets)
+        parts.send(parts.buckets)
         self._row_writes.follow(parts.buckets)
         parts.parameter_gather.finish_all()
 
@@ -274,7 +267,7 @@ class EngineState:
         for bucket in loaded:
             with self._parts.storage.fetched_master(bucket):
                 bucket.write_back()
-        self._share(loaded)
+        self._parts.send(loaded)
         self._row_writes.follow(loaded)
         if loaded:
             self._parts.parameter_gather.finish_all()

@@ -15,6 +15,7 @@ from ..optimizer.nested_state import flat_state, nested_state, with_each
 from ..optimizer.storage import OptimizerStorage
 from ..optimizer.trial_step import with_dimensions
 from ..step.sharded_optimizer import ShardedOptimizer
+from .models import is_outside
 
 # ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----
 
@@ -24,7 +25,6 @@ def state_rows(
     rows: Sequence[Row],
     storage: OptimizerStorage,
     replica: int,
-    saves_values: Callable[[str], bool],
 ) -> Iterator[StateRow]:
     """Yields all state tensors with dimensions: masters with a wider dtype than the parameters, and optimizer state.
 
@@ -32,15 +32,15 @@ def state_rows(
 
     Args:
         replica: index of the model with outer steps. Masters are equal in all models, and only the first yields them.
-        saves_values: whether a parameter of this name always yields a master, because no file of weights has its values.
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
-        state = flat_state(state_of(optimizers, row))
+        state, bucket = flat_state(state_of(optimizers, row)), row.slot.bucket
         tensors = {
             kind: storage.view(row, name_of(kind), there) for kind, there in elementwise_state(state, row).items()
         }
-        if (row.slot.bucket.precision.rounds or saves_values(row.slot.name)) and not replica:
+        if (bucket.precision.rounds or is_outside(row.slot.name)) and not replica:
+            # No file of weights has the values of parameters outside of all models.
             tensors = {MASTER: storage.master_view(row), **tensors}
         for kind, tensor in tensors.items():
             yield StateRow(
@@ -78,7 +78,6 @@ def fill_rows(
     scalars_of: Callable[[str], dict[str, Any]],
     storage: OptimizerStorage,
     replica: int,
-    saves_values: Callable[[str], bool],
 ) -> None:
     """Replaces the state of `rows` by the state of a checkpoint.
 
@@ -88,13 +87,12 @@ def fill_rows(
         scalars_of: name → the parameter's scalars, and its state tensors of other shapes.
         storage: stores the state.
         replica: index of the model. A model missing in the checkpoint gets the first model's state.
-        saves_values: see `state_rows`.
 
     Raises:
         ValueError: a state tensor has another shape than its parameter, and this rank only has a part of the parameter.
     """
     for row in rows:
-        name, interval = row.slot.name, row.layout.in_parameter
+        name, bucket, interval = row.slot.name, row.slot.bucket, row.layout.in_parameter
         scalars = scalars_of(name)
         flat = {kind: _placed(scalars[saved], kind, row) for kind, saved in _kinds_for(replica, scalars.keys()).items()}
         for kind, saved in _kinds_for(replica, kinds_of(name)).items():
@@ -102,14 +100,14 @@ def fill_rows(
             if kind == MASTER:
                 # Without a separate master, the optimizer updates the parameters, which are loaded before the state. Parameters
                 # without values in a file of weights are loaded here.
-                if row.slot.bucket.precision.has_master or saves_values(name):
+                if bucket.precision.has_master or is_outside(name):
                     storage.put_master(row, values)
                 continue
             flat[kind] = values.view(row.tensor.shape).to(row.tensor.device)
         state = nested_state(flat)
         owner = _owner_of(optimizers, row)
         if owner is not None:
-            optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
+            optimizer, group = owner.optimizer, owner.optimizer.param_groups[bucket.key.group]
             state = _with_step_in_place(with_dimensions(state, row, optimizer, group), row, group)
             kept = storage.put(row, state)
             # An empty entry would look like a previous step.

@@ -41,8 +41,8 @@ class GradientNorm:
         among: the ranks whose gradients add up to the norm.
         device: device of the scalars.
         dtype: dtype of the scalars.
-        counts: for a split model, in which several ranks have the same gradient: whether a row's gradient counts on this rank.
-            None if every row counts.
+        counted: names of the parameters whose gradients count on this rank, for a split model, in which several ranks have the
+            same gradient. None if every gradient counts.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class GradientNorm:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        counts: Callable[[Row], bool] | None = None,
+        counted: frozenset[str] | None = None,
     ):
         self.among = among
         self.device = device
         self._dtype = dtype
-        self._counts = counts
+        self._counted = counted
 
     def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
         """Measures the norm of the whole gradient from all ranks' rows, as torch.nn.utils.get_total_norm does under DDP.
@@ -68,7 +68,10 @@ class GradientNorm:
             norm_type: p of the p-norm; inf for the largest magnitude.
             max_norm: gradients with a larger norm are to be scaled; inf only measures.
         """
-        return self._measure(rows if self._counts is None else list(filter(self._counts, rows)), norm_type, max_norm)
+        counted = self._counted
+        return self._measure(
+            rows if counted is None else [row for row in rows if row.slot.name in counted], norm_type, max_norm
+        )
 
     def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type).to(self._dtype)
@@ -94,14 +97,14 @@ def choose_norm(
     among: Transport | Agreement,
     *,
     device: torch.device,
-    counts: Callable[[Row], bool] | None,
+    counted: frozenset[str] | None,
 ) -> GradientNorm:
-    """Returns the norm by kernels if they run on the device and support all gradient dtypes. `counts`: see `GradientNorm`."""
+    """Returns the norm by kernels if they run on the device and support all gradient dtypes. `counted`: see `GradientNorm`."""
     dtypes = {bucket.precision.master for bucket in buckets}
     digits = torch.float64 if torch.float64 in dtypes else torch.float32
     by_kernels = uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES)
     kind = extra("kernels", "NormByKernels") if by_kernels else GradientNorm
-    return kind(among, device=device, dtype=digits, counts=counts)
+    return kind(among, device=device, dtype=digits, counted=counted)
 
 
 def _each_on(

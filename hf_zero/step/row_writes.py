@@ -1,6 +1,6 @@
 """Detects writes to the optimizer's parameters outside of `step()`, and sends them to the other ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from ..buckets.memory import UnshardedMemory
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
+from ..engine.assemble import Parts
 from ..hooks.weak import WeakHook
 from ..optimizer.replicas import checksums
 from ..optimizer.schedule_free import TrainModes
@@ -26,25 +27,15 @@ class RowWrites:
     through `.data` or numpy.
 
     Args:
-        buckets: the buckets of this rank's rows. Buckets without copies are ignored.
+        parts: the parts of the engine, with the buckets of this rank's rows. Buckets without copies are ignored.
         transport: agrees on the written buckets.
-        before: called on all ranks before rows are written or sent: ends their gathers, and drops gathered values.
-        send: sends the rows of these buckets to the other ranks.
     """
 
-    def __init__(
-        self,
-        buckets: Iterable[Bucket],
-        transport: Transport,
-        *,
-        before: Callable[[], None],
-        send: Callable[[Sequence[Bucket]], None],
-    ):
-        self._known = {bucket: bucket.row_writes for bucket in buckets if _is_copied(bucket)}
+    def __init__(self, parts: Parts, transport: Transport):
+        self._parts = parts
+        self._known = {bucket: bucket.row_writes for bucket in parts.buckets if _is_copied(bucket)}
         self._sums: dict[Bucket, int] | None = None
         self._transport = transport
-        self._before = before
-        self._send = send
 
     def watch(
         self, models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
@@ -85,7 +76,7 @@ class RowWrites:
     def writing(self, what: str) -> Iterator[None]:
         """Sends the writes to rows inside the context, by any rank. Collective."""
         # End running gathers first: a gather reads the rows, and would send half of the write.
-        self._before()
+        self._parts.end_reads()
         yield
         self.send(what)
 
@@ -104,12 +95,12 @@ class RowWrites:
         ).tolist()
         buckets = [bucket for bucket, is_written in zip(self._known, agreed) if is_written]
         if buckets:
-            self._before()
+            self._parts.end_reads()
             self.renew_copies(buckets)
 
     def begin_hooks(self) -> None:
         """Notes the rows before a script's hooks at the end of a step, which read stepped parameters and may edit rows."""
-        self._before()
+        self._parts.end_reads()
         self._sums = self._sums_of_rows()
 
     def end_hooks(self) -> None:
@@ -135,7 +126,7 @@ class RowWrites:
         """Sends the rows of these buckets to all of their copies. Collective."""
         for bucket in buckets:
             bucket.write_back()
-        self._send(buckets)
+        self._parts.send(buckets)
         self.follow(buckets)
 
     def _before_state_dict(self, _module: nn.Module, *_args: object) -> None:

@@ -113,7 +113,7 @@ class TrainingStep:
         self.has_rescue = False
         self.stop_due = 0
         self.last_norm: torch.Tensor | None = None
-        step_transport, world_size = parts.mesh.dp.transport, parts.mesh.dp.groups.world_size
+        step_transport, world_size = parts.mesh.dp.transport, parts.groups.world_size
         self._log = step_transport.watch.log
         self.store = self._make_store()
         self.settings = SharedSettings(optimizers)
@@ -139,7 +139,7 @@ class TrainingStep:
         self._written: set[Bucket] = set()
         self._to_send: deque[Bucket] = deque()
         self._sends_early = self._waits_for_outer_step = False
-        self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
+        self.row_writes = RowWrites(parts, step_transport)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
 
@@ -163,7 +163,7 @@ class TrainingStep:
             optimizer,
             rows=parts.row_of,
             slots=parts.slot_of,
-            identity=identity_of(parts.mesh.dp.groups, self._config.stage, parts.buckets),
+            identity=identity_of(parts.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             storage=parts.storage,
@@ -260,7 +260,7 @@ class TrainingStep:
 
     def _tell_of_mini_batches(self, count: int) -> None:
         """Warns once, on rank 0, that each mini-batch of a loss is reduced, unless the settings ask for that."""
-        groups = self._parts.mesh.dp.groups
+        groups = self._parts.groups
         if self._has_told_of_mini_batches or self._config.grad_accumulation != AUTO or groups.world_size == 1:
             return
         self._has_told_of_mini_batches = True
@@ -360,12 +360,6 @@ class TrainingStep:
     def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
         for index, sharded in enumerate(self.optimizers):
             yield sharded, [bucket for bucket in self._parts.buckets if bucket.key.optimizer == index]
-
-    def share(self, buckets: Iterable[Bucket]) -> None:
-        """Starts sending this rank's part of some buckets to the ranks with whole parameters."""
-        parts = self._parts
-        if parts.mesh.dp.groups.shard_size > 1:
-            parts.parameter_gather.start([bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)])
 
     # ---- failed passes ----
 
@@ -480,7 +474,7 @@ class TrainingStep:
         self._parts.nonfinite.forget()
         if self._parts.replicas is not None and not self.is_accumulating:
             self._parts.replicas.note_gradients(self._parts.buckets)
-        if self._parts.mesh.dp.groups.shard_size > 1:
+        if self._parts.groups.shard_size > 1:
             refuse_norms_of(self._parts.buckets)
 
     # ---- the optimizer's step ----
@@ -500,7 +494,7 @@ class TrainingStep:
         # Before the step changes parameters, because the end of a failed pass still gathers their old values.
         self.gradients.recover()
         # Before any write of the step, because gathers still read the shards.
-        self._end_reads()
+        self._parts.end_reads()
         # An accumulated, unreduced gradient differs between ranks, so a step would make their parameters differ.
         self.gradients.refuse_unreduced()
         if self.gradients.settings_differ:
@@ -550,14 +544,6 @@ class TrainingStep:
                 "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, which this training loop does by itself. "
                 "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
             )
-
-    def _end_reads(self) -> None:
-        # The last gathers still send from the shards that the optimizer is about to write, and running copies read its masters.
-        self._parts.parameter_gather.finish_all()
-        if self._parts.tier.is_apart:
-            self._parts.tier.h2d.wait()
-        if self._gathers_layers:
-            self._parts.sharded.schedule.reshard_all()
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
@@ -617,7 +603,7 @@ class TrainingStep:
         self.row_writes.follow([bucket])
         self._written.add(bucket)
         while self._to_send and self._to_send[0] in self._written:
-            self.share([self._to_send.popleft()])
+            self._parts.send([self._to_send.popleft()])
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
@@ -639,7 +625,7 @@ class TrainingStep:
         if parts.replicas is not None:
             parts.replicas.after_update(optimizer, buckets)
         # Sent last, because the values must be stepped, written back and, with outer steps, averaged.
-        self.share(self._to_send)
+        self._parts.send(self._to_send)
         self.row_writes.follow(left)
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
             # No all-gather orders the copies of these buckets before the kernels that read them, so the device waits here.
