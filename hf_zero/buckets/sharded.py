@@ -185,7 +185,7 @@ class ShardedGradient(torch.Tensor):
             args[0]._add(args[1])
             return args[0]
         if func is torch.ops.aten.zero_.default:
-            # From `model.zero_grad(set_to_none=False)` or a script's own zeroing.
+            # Called by `model.zero_grad(set_to_none=False)`, or by a script's own zeroing.
             args[0]._zero()
             return args[0]
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:

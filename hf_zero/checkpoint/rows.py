@@ -67,7 +67,7 @@ class RowsOfRanks:
         boxes: Mapping[str, Box],
     ) -> "RowsOfRanks":
         """Describes the rows of one rank. Arguments as of `plan_rows`."""
-        # By interval: the kinds of a parameter's state are mostly cut at the same elements.
+        # Group the kinds by interval, because most kinds of a parameter's state are cut at the same elements.
         parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
         for kind, name, interval, tensor in rows:
             parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))

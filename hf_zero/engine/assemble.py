@@ -349,7 +349,7 @@ def _assemble(
         outer=None
         if all_groups.outer is None
         else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, storage.fetched_master),
-        # Among the ranks that step together, because with `comm.sync_every` each group has its own buffers until the outer step.
+        # Buffers are equal on ranks that step together: with `comm.sync_every`, each group has its own until the outer step.
         model_buffers={
             each: ModelBuffers(each, mesh.dp.transport, device)
             for each in models_in(model)

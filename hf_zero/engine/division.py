@@ -172,7 +172,7 @@ class Division:
         is_alone = split.expert_shards == 1 and not config.offload.moves_params
         self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
         self._owner = owner
-        # For each optimizer, whether its parameters must not be cut.
+        # What each optimizer reads to update an element, and whether its parameters must stay whole.
         self.scopes = [find_scope(optimizer) for optimizer in optimizers]
         self._intact = [
             keeps_intact(optimizer, found, config, shards=groups.shard_size)
@@ -199,7 +199,7 @@ class Division:
         gathered = self._gathered.of(parameter, sharded=sharded)
         is_expert = parameter in self._split.experts
         is_split = self._quantises and parameter in self._split.parts
-        # Only for trained parameters. Frozen ones keep their dtype anyway, and another key would divide them into more buckets.
+        # Ask only for trained parameters. Frozen ones keep their dtype, and another key would divide them into more buckets.
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
             parameter.requires_grad,

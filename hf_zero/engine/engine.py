@@ -296,7 +296,7 @@ class ZeroEngine:
         parts = self._parts
         self.sharded.gathered.meet(purpose)
         self.finish_parameters()
-        # Before the edit. Otherwise rank 0's values would overwrite unsent writes to this rank's rows.
+        # Send writes before the edit. Otherwise rank 0's values would overwrite unsent writes to this rank's rows.
         if writeback:
             self.synchronise(purpose)
         parameters = parameters_in(self.module if target is None else target)
@@ -318,7 +318,7 @@ class ZeroEngine:
                     # Compare values, not versions: the broadcast leaves version counters alone on ranks that wrote nothing.
                     with parts.storage.fetched_master(bucket):
                         bucket.follow_values()
-        # After the context, at whose end the masters of sharded parameters follow the edit.
+        # The masters of sharded parameters follow the edit when the context ends, so this must come afterwards.
         if writeback and parts.outer is not None:
             parts.outer.start_from_masters()
 
@@ -528,13 +528,13 @@ class ZeroEngine:
         # The first copy of experts may be on more ranks than the first copy of the remaining model.
         is_first = self._parts.mesh.expert_dp.all_groups.rank == 0
         self.sharded.hand_back(wanted=is_first or not rank0_only)
-        # After the parameters, because masters in files are read when parameters get separate memory.
+        # Close the storage after the parameters: masters in files are read when parameters get separate memory.
         self._parts.storage.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
         detach((*self.models, *self.entries, *self.module.parameters()))
-        # Last, because the DTensors get the present values of the plain parameters.
+        # Restore the DTensors last, because they get the present values of the plain parameters.
         self._parts.split.restore()
 
 

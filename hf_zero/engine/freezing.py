@@ -48,7 +48,7 @@ class FreezesInForward:
                 parameter.requires_grad_(False)
 
     def _end(self, module: nn.Module, *_args: object) -> None:
-        # Also called after an error in a hook before `_begin`.
+        # torch also calls this hook after an error in a hook before `_begin`, so check the module.
         if self._frozen and self._frozen[-1][0] is module:
             for parameter in self._frozen.pop()[1]:
                 parameter.requires_grad_(True)

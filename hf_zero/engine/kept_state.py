@@ -32,7 +32,7 @@ def keep_state(engine: ZeroEngine) -> None:
     """Keeps the state of an engine before `engine.close()` drops the state, for `take_up_state`."""
     for sharded in engine.optimizers:
         in_files = sharded.is_in_files
-        # On every rank, even one without a row, because `take_up_state` is collective.
+        # Keep an entry on every rank, even without a row, because `take_up_state` is collective.
         sharded.optimizer.__dict__[_KEPT] = _Kept(
             places=sharded.places(),
             states={} if in_files else sharded.row_states(),

@@ -67,7 +67,8 @@ class ParameterPlaces:
         parts = () if is_compiled(entry) else self._wrapped(model)
         return [
             entry.register_forward_pre_hook(WeakHook(self, ParameterPlaces._begin), prepend=True),
-            # Also after an exception. Otherwise `_in_forward` would stay True, and direct calls of submodules would be unchecked.
+            # Call the hook also after an exception. Otherwise `_in_forward` would stay True, and direct calls of submodules
+            # would be unchecked.
             entry.register_forward_hook(WeakHook(self, ParameterPlaces._end), always_call=True),
             *(
                 part.register_forward_pre_hook(WeakHook(self, ParameterPlaces._before_part), prepend=True)

@@ -515,7 +515,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             nullcontext() if clock is None else clock.saving(),
             folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final, save),
         ):
-            # After the barrier of all ranks in `folder_to_fill`.
+            # All ranks have met in the barrier of `folder_to_fill`, so these collectives match.
             for engine in self.zero_engines:
                 engine.synchronise("accelerator.save_state")
             with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():

@@ -154,7 +154,7 @@ def _words_behind_python() -> list[str]:
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word == "-m":
-            # For a notebook's kernel, only the name.
+            # Omit the arguments of a notebook's kernel.
             named = list(words)
             return named[:1] if named[:1] == ["ipykernel_launcher"] else [word, *named]
         if word == "-c" or "--multiprocessing-fork" in sys.orig_argv:

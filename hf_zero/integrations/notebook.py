@@ -67,7 +67,7 @@ def launch(
         )
     with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as name:
         folder = Path(name)
-        # By value, with the globals used in the function, because a notebook's functions are not in a file.
+        # Pickle the function by value, with its globals, because a notebook's functions are not in a file.
         _write(folder / "call", (function, tuple(args)))
         words = ["--zero", str(0 if zero is None else zero), "-m", __name__, name]
         started = launch_of(

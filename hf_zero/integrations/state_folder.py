@@ -62,7 +62,7 @@ def _folder_to_fill(
     told = exchange((str(final), accelerator.project_dir, new_save()), "save_state")
     folders, save = list(dict.fromkeys(folder for folder, _, _ in told)), told[0][2]
     if len(folders) > 1:
-        # For example if folders are named by each rank's clock. Each rank would write a part, and no folder would be complete.
+        # Ranks may name the folder by their own clocks. Each rank would write a part, and no folder would be complete.
         final = Path(folders[0])
         if is_automatic:
             # The next `load_state` and the rotation look for states here as well.
@@ -115,7 +115,7 @@ def _holds_something_else(folder: Path) -> bool:
     try:
         vouched = {*Manifest.read(folder / ZERO_FOLDER).files, f"{ZERO_FOLDER}/{MANIFEST_NAME}"}
     except CheckpointError:
-        # Not one of our states, or a damaged one. Its files may be the user's, so a rename must not remove them.
+        # The folder is no state of ours, or a damaged one. Its files may be the user's, so a rename must not remove them.
         vouched = set()
     return not names <= vouched
 

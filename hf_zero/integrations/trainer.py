@@ -411,7 +411,7 @@ class ZeroTrainerMixin(_TrainerBase):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Also if a different Trainer has trained the model since.
+        # Look up the engine again, because a different Trainer may have trained the model since.
         engine = _attached_to(self)
         if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:

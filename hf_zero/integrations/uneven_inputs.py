@@ -228,7 +228,7 @@ class JoinedRanks:
         # parameters.
         _set_settings(optimizer, details["groups"])
         optimizer.step()
-        # In place of the script, whose loop has ended on this rank: otherwise gradients would accumulate over steps.
+        # Zero the gradients for the script, whose loop has ended on this rank. Otherwise they would accumulate over steps.
         optimizer.zero_grad()
 
     def _catch_up(self) -> None:

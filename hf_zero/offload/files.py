@@ -165,7 +165,7 @@ class StoredShard:
             # Align each region, so that direct I/O can move one kind without the others.
             offset += aligned(kind.nbytes)
         self.nbytes = offset
-        # By the offset of a chunk in the file: its xxh3, and whether the mapped chunk has been compared.
+        # The xxh3 of each chunk by its offset in the file, and the offsets of mapped chunks that have been compared.
         self._sums: dict[int, int] = {}
         self._is_compared: set[int] = set()
         self.read_bytes = self.written_bytes = 0

@@ -177,7 +177,7 @@ class BucketSteps:
 
     def _step_each(self, rows_of: dict[Bucket, Sequence[Row]]) -> None:
         if self._needs_no_fetch:
-            # In forward's order, as they are sent.
+            # Step in the order of the next forward, in which the buckets are sent.
             self._step.step_each(dict(reversed(rows_of.items())), self._stepped)
             return
         # In a first step, the optimizer allocates new state in addition to the buffer, until copied there.

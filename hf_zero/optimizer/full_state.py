@@ -45,7 +45,7 @@ def full_state(
     transport = slot.bucket.group.transport
     transport.barrier(call, timeout_s)
     row, flat = slot.row, flat_state(mine)
-    # By name: whether the state has one value per element. Only ranks with a row of the parameter know this.
+    # Whether each kind of state has one value per element. Only ranks with a row of the parameter know this.
     elementwise = {} if row is None else {kind: is_elementwise(value, row) for kind, value in flat.items()}
     # A rank without a row does not know the names, but has to join each gather.
     everyone = transport.exchange(elementwise)

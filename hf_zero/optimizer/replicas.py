@@ -223,10 +223,10 @@ class ReplicaCheck:
         # Checksums of the reduced gradients, as left by the last pass or clip.
         self._gradients: _Noted = {}
         self._notes: list[_Note[torch.Tensor]] = []
-        # By the optimizer of the last update.
+        # Both dicts have the optimizer of the last update as a key.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
         self._left: dict[torch.optim.Optimizer, _Noted] = {}
-        # By bucket: `_sent` from the update until the arrival, `_arrived` from there until the next update.
+        # Checksums of each bucket: `_sent` from the update until the arrival, `_arrived` from there until the next update.
         self._sent: dict[Bucket, _Noted] = {}
         self._arrived: dict[Bucket, tuple[_Sums, _Sums]] = {}
         self._owned_frozen = self._untouched()

@@ -117,7 +117,7 @@ class OptimizerStorage:
     def adopt(self, bucket: Bucket) -> None:
         """Stores the state of a new bucket before the next bucket is built."""
         state = self._states[bucket] = self._choose_state(bucket)
-        # Before `rest`, after which parameters with the master's dtype are read from the master's region in the file.
+        # Store the master before `rest`: afterwards, parameters with its dtype are read from its region in the file.
         state.master.move_in()
         bucket.rest(state.master.region)
 

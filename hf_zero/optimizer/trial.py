@@ -332,7 +332,7 @@ class _Gradients:
 
 def _cut(whole: torch.Tensor) -> list[torch.Tensor]:
     flat = whole.reshape(-1)
-    # Not at a multiple of a block, and with one small piece of a large parameter.
+    # Cut inside a block, and cut one small piece off a large parameter.
     at = [flat.numel() * 2 // 5] if flat.numel() <= _SMALL_NUMEL else [247, 247 + (flat.numel() - 247) * 2 // 3]
     return list(flat.tensor_split(at))
 

@@ -79,7 +79,7 @@ def try_step(
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     group = settings_of(settings) | {"params": [parameter]}
-    # These are the names of the settings' own parameters.
+    # Drop the names of the optimizer's own parameters, which this group does not contain.
     group.pop("param_names", None)
     trial = double_of(optimizer, group, {})
     try:

@@ -292,7 +292,7 @@ def _ranks(ranks: list[int]) -> str:
 # one rank calls the model more often. So do a rank in such a collective and a rank that waits for all ranks in a barrier of the
 # script. This is checked after a few seconds, and such a wait is ended at once.
 #
-# Not every wait may be ended because of a living rank outside of the collective. Ranks meet in barriers and exchanges after long
+# Some waits for a living rank outside of the collective must not be ended. Ranks meet in barriers and exchanges after long
 # work of a single rank (loading, saving). There, a rank is late only if it has ended, does not answer, or has waited as long in a
 # different collective. In a collective of training, every rank outside of it is late. In a save, a rank is late if it has begun
 # fewer saves, because a rank that has begun this save may write for a long time. Nothing is ended if all ranks wait in the same

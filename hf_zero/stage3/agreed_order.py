@@ -236,7 +236,7 @@ class AgreedOrder:
     def _doubt(self, number: int) -> None:
         """Makes ranks agree on the gather after this one again: at first once, then longer after each wrong expectation."""
         if self._next.pop(number, None) is not None:
-            # At first only once: after an evaluation with a different order, training soon prefetches again.
+            # Agree only once at first, so training soon prefetches again after an evaluation with a different order.
             self._unsure[number] = min(4 * self._unsure[number] or 1, _MOST_UNSURE) if number in self._unsure else 0
             self._unanimous.pop(number, None)
 

@@ -310,7 +310,7 @@ class GatheredParameters:
         units = self.units_of(parameters)
         self._refuse_unless_they_fit(units)
         for unit in units:
-            # Before the gather. Otherwise a forward inside would drop the units.
+            # Hold the units before the gather. Otherwise a forward inside would drop them.
             unit.holds += 1
         record = _Record()
         self._open.append(record)
@@ -353,7 +353,7 @@ class GatheredParameters:
         if any(not unit.holds for unit in units):
             self.meet(purpose, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
-        # In the schedule's order. The order of a set differs between processes, so ranks would gather different units.
+        # Sort by the schedule. The order of a set differs between processes, so ranks would gather different units.
         for unit in sorted(units, key=self._schedule.units.index):
             # One unit at a time: the device never stores more than one whole unit.
             self._schedule.unshard([unit])
@@ -419,7 +419,7 @@ class GatheredParameters:
                 with self._storage.fetched_master(bucket):
                     # Compare values, not versions, because the broadcast also writes on ranks without an edit.
                     bucket.follow_values()
-            # Also in outer contexts. Otherwise they would treat the kept edit as one without writeback, and undo it.
+            # Renew the records of outer contexts, too. Otherwise they would treat the edit as one without writeback, and undo it.
             for record in self._open:
                 record.renew(unit)
 
