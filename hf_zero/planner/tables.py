@@ -57,8 +57,9 @@ def header(plan: Plan, *, verbose: bool = False) -> Iterator[str]:
 _VERBOSE = (*_SHOWN.values(), "other", "save", "load", "waits", "MFU")
 """Columns that are only shown with details."""
 
-_LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host", "saved")
-"""Columns omitted on a narrow terminal after the kinds of memory, in this order."""
+_FIRST_LEFT_OUT = ("load", "save", "MFU", "waits", "other")
+_LAST_LEFT_OUT = ("disk", "host", "saved")
+"""Columns omitted on a narrow terminal before and after the kinds of memory, in this order."""
 
 _LAST_KINDS = ("logits", "activations")
 """Kinds of memory omitted on a narrow terminal after the other kinds."""
@@ -80,7 +81,9 @@ def table_of(plan: Plan, console: Console, *, verbose: bool = False) -> Table:
     kinds = [str(column.header) for column in table.columns if str(column.header) in _SHOWN.values()]
     kinds.sort(key=lambda heading: heading not in _LAST_KINDS)
     headings = {str(column.header) for column in table.columns}
-    for heading in (*reversed(kinds), *(each for each in _LAST_LEFT_OUT if each in headings)):
+    for heading in (*_FIRST_LEFT_OUT, *reversed(kinds), *_LAST_LEFT_OUT):
+        if heading not in headings:
+            continue
         if _least_width(table, verbose=verbose) <= console.width:
             break
         out.append(heading)
