@@ -339,6 +339,11 @@ def peak_bytes(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device)
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes that this process has allocated on an accelerator; 0 on the host."""
+    return 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
+
+
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 

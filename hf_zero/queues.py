@@ -95,6 +95,11 @@ ARRIVED = Arrival()
 class Mark(Arrival):
     """A point in the work of a `SideQueue`. On the host, the point is reached at its creation."""
 
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has reached this point. The call does not wait for the device."""
+        return True
+
     def hold_up_device(self) -> None:
         """Makes the device's own queue wait for this point. The host does not wait."""
 
@@ -123,6 +128,10 @@ class _Event(Mark):
         kind = torch.get_device_module(device).Event
         self._event = kind(**_settings_of_events(kind))
         self._event.record(stream)
+
+    @property
+    def is_past(self) -> bool:
+        return self._event.query()
 
     def hold_up_device(self) -> None:
         self.hold_up(torch.get_device_module(self._device).current_stream(self._device))

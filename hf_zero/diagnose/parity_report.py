@@ -181,7 +181,7 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
         yield Reason(text=f"`kernels: {config.kernels}` add in another order than torch", tolerance=ROUNDING)
     if offload.moves_state and facts.device != "cpu":
         yield Reason(
-            text=f"`offload.optimizer: {offload.optimizer}` steps on the host, whose arithmetic rounds otherwise",
+            text=f"`offload.optimizer: {offload.optimizer}` may step on the host, whose arithmetic rounds otherwise",
             tolerance=ROUNDING,
         )
     inexact: dict[str, tuple[str | int, str | int]] = {

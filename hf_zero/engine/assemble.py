@@ -44,7 +44,7 @@ from .division import Division, SplitKinds, owners, shards_parameters
 from .exact_weights import ExactWeights
 from .models import models_in
 from .parameter_places import ParameterPlaces
-from .room import bytes_elsewhere, refuse_unless_it_fits, reshards_after_forward
+from .room import bytes_elsewhere, has_room_to_step, refuse_unless_it_fits, reshards_after_forward
 from .split_model import CopyChecks, Mesh, SplitModel
 from .unsupported import check_parameters, refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .wire import Wire, choose_wire
@@ -69,6 +69,7 @@ def choose_storage(
         choice=_choose_steps(config, tier, nonfinite),
         files=tier.files,
         transport=transport,
+        window=tier.window,
     )
 
 
@@ -292,7 +293,8 @@ def _assemble(
     if home is not None or config.stage == 3:
         place_buffers(model, device)
     broadcast_buffers(model, transport, device)
-    tier, parameter_tier = _choose_tiers(config.offload, device, world)
+    on_device = has_room_to_step(config, owner, optimizers, device, mesh)
+    tier, parameter_tier = _choose_tiers(config.offload, device, world, steps_on_device=on_device)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
     # Before the first bucket, because afterwards parts of the model have moved, and the script could not continue.
     refuse_unless_it_fits(config, needed, world)
@@ -412,11 +414,13 @@ def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
 
 
-def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:
+def _choose_tiers(
+    config: OffloadConfig, device: torch.device, transport: Transport, *, steps_on_device: bool
+) -> tuple[Tier, ParameterTier]:
     """Like `choose_tiers`, and raises the first failing rank's `ConfigError` on every rank. Collective."""
     return all_or_none(
         transport.exchange,
-        lambda: choose_tiers(config, device),
+        lambda: choose_tiers(config, device, steps_on_device=steps_on_device),
         expected=(ConfigError,),
         error=lambda _, reason: ConfigError(reason),
     )

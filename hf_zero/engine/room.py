@@ -19,11 +19,16 @@ from ..offload.files import free_disk_bytes
 from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
+from ..optimizer.scope import steps_on_device
 from ..optimizer.trial_step import state_kinds
 from .split_model import Mesh
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole if they need less than 1 / this number of the free memory."""
+
+
+_ROOM_TO_STEP = 2
+"""State in host memory is stepped on the device if parameters and gradients need less than 1 / this number of the free memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,14 @@ def bytes_elsewhere(
 
     if offload.moves_state:
         on_disk = offload.optimizer == "nvme"
-        moved = _state_bytes(config, owner, optimizers, mesh, apart=parameter_tier.masters_apart(tier))
+        moved = _state_bytes(
+            config,
+            owner,
+            optimizers,
+            mesh,
+            apart=parameter_tier.masters_apart(tier),
+            with_gradients=tier.is_apart and not on_disk,
+        )
         # A lower bound, because whole buckets move. Anchors of outer steps are stored with masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
         host, disk = (0, moved) if on_disk else (moved, 0)
@@ -78,8 +90,9 @@ def _state_bytes(
     mesh: Mesh,
     *,
     apart: bool,
+    with_gradients: bool,
 ) -> int:
-    """Counts bytes of masters, optimizer state and, in host memory, gradients of a rank's part.
+    """Counts bytes of masters, optimizer state and, with `with_gradients`, reduced gradients of a rank's part.
 
     State that cannot be known beforehand is not counted.
 
@@ -99,7 +112,7 @@ def _state_bytes(
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
             kinds[key] = [dtype.itemsize for _, dtype in found or ()]
         master = precision.master.itemsize if precision.has_master else 0
-        gradient = 0 if config.offload.optimizer == "nvme" else precision.master.itemsize
+        gradient = precision.master.itemsize if with_gradients else 0
         numel = parameter.numel()
         packed = config.quantises_moments and is_in_blocks(numel)
         state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
@@ -109,6 +122,30 @@ def _state_bytes(
 
 def _shards_of(mesh: Mesh, parameter: nn.Parameter) -> int:
     return mesh.group_of(parameter).groups.shard_size
+
+
+def has_room_to_step(
+    config: ZeroConfig,
+    owner: Mapping[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    mesh: Mesh,
+) -> bool:
+    """Whether optimizer state in host memory is copied to the device for its step there. Collective if this is possible.
+
+    Then reduced gradients stay on the device until the step. On a small device, their memory is the reason to step on the host.
+    """
+    if not steps_on_device(config, optimizers, device):
+        return False
+    there = sum(p.nbytes for p in owner if p.device == device)
+    needed = 0
+    for parameter in owner:
+        precision = resolve_precision(config, wanted_dtype(parameter))
+        shards = _shards_of(mesh, parameter)
+        whole = parameter.numel() * precision.kept.itemsize // (shards if config.stage == 3 else 1)
+        needed += whole + parameter.numel() * precision.master.itemsize // shards
+    # All ranks get the same answer: the arithmetic of the device rounds differently, and copies of a shard would differ.
+    return needed * _ROOM_TO_STEP <= min(mesh.world.exchange(free_bytes(device) + there))
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:

@@ -255,7 +255,9 @@ def forecast(
     coming = device["gradients"] if not accumulates else 0
     peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
     logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits
-    in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
+    visits = any(cost.visits for cost in costs)
+    steps_here = on_host or visits or not offload.moves_state
+    in_step = coming + (passing.step if steps_here else 0) + (passing.window if on_host or visits else 0)
     # All gradients exist at the end of backward, wherever its peak was.
     in_backward = max(coming, peak.live - saved + peak.buffers)
     buffers = min(peak.buffers, in_backward - coming)
@@ -265,12 +267,13 @@ def forecast(
         "gathered": passing.gathered,
         "activations": max(0, passes - logits),
         "logits": min(passes, logits),
-        # Only the excess over backward, because step and backward do not run at the same time.
-        "step": max(0, in_step - passing.gathered - in_backward),
+        # Only the excess over backward, because step and backward do not run at the same time. But state is still copied to the
+        # host during the next forward.
+        "step": max(passing.window if visits else 0, in_step - passing.gathered - in_backward),
         "runtime": passing.runtime,
     }
     pinned = activations.pinned_bytes if activations else 0
-    host = {} if on_host else {**in_host, "step": passing.window, "activations": saved + pinned}
+    host = {} if on_host else {**in_host, "step": 0 if visits else passing.window, "activations": saved + pinned}
     return Forecast(
         name=name,
         settings=settings,
@@ -353,7 +356,7 @@ def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> 
 
 def _share_apart(costs: Sequence[BucketCost]) -> float:
     trained = [cost for cost in costs if cost.trained]
-    moved = sum(cost.layout.numel for cost in trained if cost.apart or cost.in_files)
+    moved = sum(cost.layout.numel for cost in trained if cost.apart or cost.visits or cost.in_files)
     return moved / max(1, sum(cost.layout.numel for cost in trained))
 
 

@@ -25,6 +25,7 @@ class BucketCost:
         sharded: parameters are kept as a shard (stage 3).
         trained: False for parameters with neither gradient nor state.
         apart: masters and reduced gradients are offloaded.
+        visits: optimizer state and separate masters are in host memory, and on the device for their step.
         in_files: bytes of a shard's element in files, for its parameters, master and state together.
     """
 
@@ -40,6 +41,7 @@ class BucketCost:
     sharded: bool = False
     trained: bool = True
     apart: bool = False
+    visits: bool = False
     in_files: int = 0
 
     @property

@@ -285,12 +285,14 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         )
     else:
         plan = _plan_of(engine, moved)
-        moved_bytes = (
-            (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
-        )
+        moved_bytes = (plan.optimizer or 0) + plan.masters
+        what, where = "optimizer state and separate masters", "on the training device, a few buckets at a time"
+        if engine.tier.window is None:
+            moved_bytes += sum(b.layout.shard_numel * b.master.itemsize for b in moved)
+            what, where = "optimizer state, masters and reduced gradients", "there"
         what = (
-            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {in_units(moved_bytes)} a rank, of "
-            f"{in_units(available_host_bytes())} that this host has left; the step runs there"
+            f"{what} in {engine.tier.name}: {in_units(moved_bytes)} a rank, of {in_units(available_host_bytes())} that this "
+            f"host has left; the step runs {where}"
         )
     return [*rows, ("offload.optimizer", what + stays)]
 
@@ -372,6 +374,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
         sharded=isinstance(bucket.memory, GatheredMemory),
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
+        visits=bucket.tier.window is not None,
         in_files=_bytes_in_files(engine, bucket, sum(itemsizes or ())),
     )
 

@@ -5,18 +5,21 @@ import torch
 from ..config import OffloadConfig
 from .host_memory import HostCores, choose_host_cores
 from .shards import FileParameters, HostParameters, ParameterTier
-from .tiers import HostTier, NvmeTier, StateFiles, Tier
+from .tiers import HostTier, NvmeTier, StateFiles, Tier, WindowTier
 from .walk import WINDOW
 
 
-def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
+def choose_tiers(config: OffloadConfig, device: torch.device, *, steps_on_device: bool) -> tuple[Tier, ParameterTier]:
     """Chooses the tier of state and the tier of shards, for parameters on `device`.
+
+    Args:
+        steps_on_device: whether state in host memory is copied to the device for each step, if both are possible.
 
     Raises:
         ConfigError: `nvme_path` is not a folder of this host, or not writable.
     """
     cores = choose_host_cores(device)
-    tier = choose_tier(config, device, cores)
+    tier = WindowTier(device, cores) if steps_on_device else choose_tier(config, device, cores)
     return tier, choose_parameter_tier(config, device, tier, cores)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..device import PinnedPool, allocate, pin, unpin
 from .copies import DeviceToHost, HostToDevice, d2h, h2d
+from .device_window import DeviceWindow
 from .files import Kind, StoredShard
 from .host_memory import HostCores
 from .run_folder import RunFolder
@@ -74,12 +75,14 @@ class Tier:
         h2d: copies masters from this memory to parameters on the device.
         d2h: copies gradients from the device to this memory.
         files: the files of state; None if all state is in memory.
+        window: copies state in host memory to the device for its step there; None if state is stepped in its own memory.
     """
 
     name = scratch_name = "device"
     is_apart = False
     files: StateFiles | None = None
     cores: HostCores | None = None
+    window: DeviceWindow | None = None
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -95,6 +98,24 @@ class Tier:
         # Use torch's allocator: gradients are allocated as activations are freed, and reuse their pages. A separate mapping would
         # make the system clear the same number of pages in each step.
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+class WindowTier(Tier):
+    """Host memory for optimizer state and separate masters, which are on the device while their bucket is stepped.
+
+    The masters of fp32 parameters are the parameters, and reduced gradients stay on the device until the step. A link moves 8
+    bytes of AdamW's state per parameter in each direction, and a step on the host passes over 28 bytes of host memory, which the
+    ranks of a host share.
+
+    Args:
+        cores: the cores near the device.
+    """
+
+    name = "host memory"
+
+    def __init__(self, device: torch.device, cores: HostCores):
+        super().__init__(device)
+        self.window = DeviceWindow(device, cores)
 
 
 _HOST = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..buckets.bucket import Bucket, Row
-from ..buckets.rows import PackedPart
+from ..buckets.rows import PackedPart, PackedState
 from ..offload.files import StoredShard
 from ..offload.shards import Region
 
@@ -81,6 +81,9 @@ class MasterStorage:
     def move_in(self) -> None:
         """Stores the master of a newly built bucket."""
 
+    def start_fetch(self) -> None:
+        """Starts to copy a master in host memory to the device."""
+
     def fetch(self, regions: Regions) -> None:
         """Fetches the master, and copies a script's edits into the master."""
 
@@ -122,6 +125,13 @@ class StateStorage:
     is_away = False
     lent_bytes = 0
 
+    def blocks(self) -> Mapping[str, PackedState]:
+        """Returns the moments in 8-bit blocks by name, with zeros before the first step; empty without such moments."""
+        return {}
+
+    def start_fetch(self) -> None:
+        """Starts to copy state in host memory to the device."""
+
     def lend(self, states: States, regions: Regions) -> None:
         """Replaces placeholders in `states` by values."""
 
@@ -144,8 +154,8 @@ class StateStorage:
         """Returns the bytes of the state. `tensors`: its entries in `optimizer.state`."""
         return sum(tensor.nbytes for tensor in tensors)
 
-    def close(self) -> None:
-        """Frees the memory."""
+    def close(self, states: States) -> None:
+        """Frees the memory. `states`: the last values, to be left with the optimizer."""
 
 
 class BucketState:
@@ -182,6 +192,11 @@ class BucketState:
         # Check for existence first: reading `optimizer.state` creates an entry, and an empty entry would look like a step.
         register = self.optimizer.state
         return {row: register[row.tensor] for row in self.bucket.rows if row.tensor in register}
+
+    def start_fetch(self) -> None:
+        """Starts to copy state and master in host memory to the device for the next `lend`."""
+        self.state.start_fetch()
+        self.master.start_fetch()
 
     def lend(self, buffer: torch.Tensor | None) -> None:
         """Fetches everything for a step. `buffer`: contains the file's contents."""

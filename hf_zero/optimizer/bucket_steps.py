@@ -20,6 +20,9 @@ from .own_step import group_with, own_step
 
 _ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
 
+_AHEAD = 3
+"""Buckets whose state is on the device or on its way there, if it is copied there for the step."""
+
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
 
@@ -202,8 +205,12 @@ class BucketSteps:
         """Yields the buckets, offloaded ones last, each with a buffer of its file's contents."""
         in_files: dict[StoredShard, Bucket] = {}
         # Buckets in memory follow the order of forward, in which they are sent.
-        for bucket in reversed(buckets) if self._window is None else buckets:
+        order = list(reversed(buckets)) if self._window is None else buckets
+        for place, bucket in enumerate(order):
             state = self._states[bucket]
+            for following in map(self._states.__getitem__, order[place : place + _AHEAD]):
+                if following is not None:
+                    following.start_fetch()
             if self._window is None or state is None or state.shard is None:
                 yield bucket, None
             else:

@@ -200,5 +200,5 @@ class StateInBlocks(StateStorage):
         packed = sum(state.nbytes for state in self.packed.values())
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
-    def close(self) -> None:
+    def close(self, states: States) -> None:
         self.packed = {}

@@ -9,6 +9,11 @@ import torch
 _SWITCHES = ("train", "eval")
 
 
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has `train()` or `eval()`."""
+    return any(callable(getattr(optimizer, name, None)) for name in _SWITCHES)
+
+
 class TrainModes:
     """Sends an optimizer's writes in `train()` and `eval()` to all ranks. Optimizers without these methods are not changed.
 

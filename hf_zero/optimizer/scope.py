@@ -1,5 +1,6 @@
 """Decides for each optimizer whether its parameters may be cut, and refuses optimizers without a suitable layout."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from ..config import ZeroConfig
 from .known import known_scope, refuse_unsuited
 from .own_step import settings_of
+from .schedule_free import has_modes
 from .trial import Finding, UpdateScope, try_optimizer
 
 
@@ -40,6 +42,21 @@ def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroC
             "stochastic`, `moments: 8bit`, or change the optimizer."
         )
     return found.scope is not UpdateScope.ELEMENT
+
+
+def steps_on_device(config: ZeroConfig, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether optimizer state in host memory may be copied to the training device for a step there, a few buckets at a time."""
+    offload = config.offload
+    return (
+        offload.optimizer == "cpu"
+        and not offload.moves_params
+        and device.type != "cpu"
+        # The step takes one bucket after the other, and nothing else may write to the state.
+        and not any(has_modes(each) or find_scope(each).scope in _NOT_BY_BUCKET for each in optimizers)
+    )
+
+
+_NOT_BY_BUCKET = (UpdateScope.MODEL, UpdateScope.UNKNOWN)
 
 
 def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ from ..buckets.rows import PackedPart
 from ..buckets.sharded import widen
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
+from ..offload.device_window import DeviceWindow
 from ..offload.tiers import StateFiles
 from .bucket_state import BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
@@ -85,6 +86,7 @@ class OptimizerStorage:
         choice: see the note.
         files: files of state; None without files.
         transport: the collectives of the ranks that step together.
+        window: copies state from host memory to the device for the step; None without such state.
 
     Attributes:
         choice: see the note.
@@ -98,8 +100,10 @@ class OptimizerStorage:
         choice: StepChoice,
         files: StateFiles | None,
         transport: Transport,
+        window: DeviceWindow | None,
     ):
         self._choose_state = choose_state
+        self._window = window
         self.choice = choice
         self._files = files
         self._transport = transport
@@ -161,6 +165,8 @@ class OptimizerStorage:
                 self._put_earlier(optimizer, bucket)
 
     def before_forward(self) -> None:
+        if self._window is not None:
+            self._window.drop_fetched()
         for steps in self._steps:
             steps.reregister()
 
@@ -221,7 +227,9 @@ class OptimizerStorage:
             if state.bucket.rows_are_parameters and state.state.is_away:
                 # The rows are the parameters, so their state must stay with the optimizer.
                 self._fill_register(state)
-            state.state.close()
+            state.state.close(state.registered())
+        if self._window is not None:
+            self._window.close()
         if self._files is not None:
             # After `_fill_register`, which reads the files.
             self._files.close()
@@ -231,7 +239,8 @@ class OptimizerStorage:
     def window_bytes(self) -> int:
         """Returns the maximum bytes of buffers for state during a step."""
         shards = [state.shard for state in self._states.values() if state.shard is not None]
-        return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
+        in_files = 0 if self._files is None else self._files.window.nbytes(shards)
+        return self._lent_bytes + in_files + (0 if self._window is None else self._window.most_bytes)
 
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
         """Returns the bytes of a bucket's state. `tensors`: its entries in `optimizer.state`."""

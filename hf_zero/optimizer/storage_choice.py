@@ -14,6 +14,7 @@ from .bucket_state import BucketState, MasterStorage, Placeholders, StateStorage
 from .moments_in_blocks import PackedMoments, StateInBlocks, codes_of_groups
 from .rounded_master import RoundedMaster
 from .state_in_files import MasterInFile, MomentsInFile, StateInFile, kinds_in_blocks
+from .state_on_host import MasterOnHost, StateOnHost
 from .trial_step import kinds_by_size, state_kinds
 
 
@@ -50,7 +51,12 @@ class StorageChoice:
         codes = self._codes.get((bucket.key.optimizer, bucket.key.group), {})
         is_in_blocks = bucket.trained and has_blocks(bucket.layout)
         moments = PackedMoments(bucket, codes if is_in_blocks else {}, self.placeholders)
-        files = self._tier.files
+        files, window = self._tier.files, bucket.tier.window
+        if window is not None and optimizer is not None:
+            master = self._master_in_memory(bucket, optimizer)
+            if bucket.precision.keeps_master:
+                master = MasterOnHost(bucket, window, self.placeholders)
+            return BucketState(bucket, optimizer, master, StateOnHost(bucket, _in_memory(moments), window))
         # With `offload.ratio` below 1, the last buckets use the device's tier, without files.
         if files is None or optimizer is None or bucket.tier is not self._tier:
             return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))

@@ -15,9 +15,12 @@ from ..config import ZeroConfig
 from ..engine.division import Division, Part, SplitKinds, owners, precision_of, shards_parameters
 from ..forecast.peak import Activations, Forecast, Passing, forecast, forecast_ddp
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
+from ..layout.blocks import moment_bytes
 from ..layout.buckets import USUAL_ALIGNMENT, BucketLayout
 from ..layout.gradient_buffers import GRAD_BUFFERS
+from ..offload.device_window import WINDOW as ON_DEVICE
 from ..offload.walk import WINDOW
+from ..optimizer.scope import steps_on_device
 from ..optimizer.trial_step import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
@@ -150,7 +153,7 @@ def _lay_out(
         align=USUAL_ALIGNMENT,
         split=SplitKinds(experts=experts, expert_shards=1 if config.stage == 0 else expert_ranks),
     )
-    places = _Places(config, device, sum(p.numel() for p in owner))
+    places = _Places(config, optimizers, device, sum(p.numel() for p in owner))
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
@@ -221,6 +224,7 @@ def _planned(
             sharded=part.sharded,
             trained=cast(BucketKey, layout.key).trained,
             apart=place.is_apart,
+            visits=place.visits,
             in_files=place.bytes_in_files(
                 precision.kept.itemsize * part.sharded, sum(state or ()), precision.master.itemsize * keeps_master
             ),
@@ -250,6 +254,7 @@ class _Place:
     """A bucket's tiers of state and of parameters, without the folders created by real tiers."""
 
     is_apart: bool
+    visits: bool
     masters_apart: bool
     state_in_files: bool
     parameters_in_files: bool
@@ -265,9 +270,19 @@ class _Place:
 
 
 class _Places:
-    """Assigns buckets to tiers like `Placement`; see [Note: which part moves]."""
+    """Assigns buckets to tiers like `Placement`; see [Note: which part moves].
 
-    def __init__(self, config: ZeroConfig, device: torch.device, trained_numel: int):
+    A machine without a GPU may plan for one, so the device is taken to have room for a step there (`has_room_to_step`).
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        trained_numel: int,
+    ):
+        self._steps_on_device = steps_on_device(config, optimizers, device)
         self._offload, self._on_host = config.offload, device.type == "cpu"
         self._left_numel = self._offload.ratio * trained_numel if self._offload.moves_state else 0.0
 
@@ -276,10 +291,12 @@ class _Places:
         moves = key.trained and self._left_numel > 0.5
         self._left_numel -= numel if key.trained else 0
         in_files = moves and offload.optimizer == "nvme"
-        is_apart = moves and (not in_files or not self._on_host)
+        visits = moves and self._steps_on_device
+        is_apart = moves and not visits and (not in_files or not self._on_host)
         params: Mapping[str, bool] = {"none": is_apart, "cpu": not moves, "nvme": True}
         return _Place(
             is_apart=is_apart,
+            visits=visits,
             masters_apart=params[offload.params] if sharded else is_apart,
             state_in_files=in_files,
             parameters_in_files=sharded and offload.params == "nvme",
@@ -427,16 +444,19 @@ def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
 
 
 def _window_bytes(layout: Layout) -> int:
-    """Returns the bytes of state passing through host memory to and from files: the largest buckets."""
-    offload = layout.config.offload
-    if offload.optimizer != "nvme":
-        return 0
-    sizes = []
-    for cost in layout.costs:
-        if cost.trained and cost.in_files:
-            state = sum(cost.state_itemsizes or ()) + cost.master_bytes * cost.keeps_master
-            sizes.append(cost.layout.shard_numel * state)
-    return sum(sorted(sizes, reverse=True)[: 1 + WINDOW])
+    """Returns the bytes of state passing through host memory to and from files, or through the device: the largest buckets."""
+    in_files = layout.config.offload.optimizer == "nvme"
+    passing = [cost for cost in layout.costs if cost.trained and (cost.in_files if in_files else cost.visits)]
+    sizes = [_state_bytes(layout.config, cost) for cost in passing]
+    return sum(sorted(sizes, reverse=True)[: 1 + WINDOW if in_files else ON_DEVICE])
+
+
+def _state_bytes(config: ZeroConfig, cost: BucketCost) -> int:
+    """Returns the bytes of a bucket's optimizer state and separate master on a rank."""
+    itemsizes, numel = cost.state_itemsizes or (), cost.layout.shard_numel
+    in_blocks = config.quantises_moments and cost.visits
+    state = len(itemsizes) * moment_bytes(cost.layout, cost.master_bytes) if in_blocks else sum(itemsizes) * numel
+    return state + numel * cost.master_bytes * cost.keeps_master
 
 
 # ---- The time of a step of a set-up, simulated from the engine's buckets and the traced work ----
@@ -513,15 +533,16 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
     offload = layout.config.offload
-    stepped, in_files, reduced, parameters = 0, 0, 0, 0
+    stepped, in_files, reduced, parameters, visits = 0, 0, 0, 0, 0
     for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
         numel = cost.layout.shard_numel
         state = sum(cost.state_itemsizes or ())
         stepped += numel * (cost.gradient_bytes + 2 * (cost.master_bytes + state) + cost.param_bytes * cost.has_master)
         in_files += 2 * numel * cost.in_files
+        visits += _state_bytes(layout.config, cost) * cost.visits
         reduced += numel * cost.gradient_bytes
         parameters += numel * cost.param_bytes
-    moves = offload.moves_state
+    moves = offload.moves_state and not visits
     fetched = sum(b.cost.parameter_bytes for b in layout.buckets) if offload.moves_params else 0
     return Work(
         forward_flops=activations.forward_flops,
@@ -531,6 +552,7 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         step_bytes=0 if moves else stepped,
         host_step_bytes=stepped if moves else 0,
         moved_bytes=reduced + parameters if moves else 0,
+        visiting_bytes=max(0, visits - _window_bytes(layout)) if visits else 0,
         disk_bytes=in_files,
         fetched_bytes=fetched,
         # The ranks of one sequence are neighbors, so the bandwidth within a node applies.

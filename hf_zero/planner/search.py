@@ -156,6 +156,7 @@ class Work:
         micro_batches: micro-batches per step.
         step_bytes: bytes read and written by the optimizer on the accelerator.
         host_step_bytes, moved_bytes, disk_bytes: the same on the host, between host and accelerator, and from and to files.
+        visiting_bytes: bytes of state copied to the accelerator for the step and back, beyond those that it has room for.
         fetched_bytes: bytes of parameters copied from host memory for each gather.
         exchange_s: time for which a micro-batch waits for the other ranks of its sequence.
     """
@@ -168,6 +169,7 @@ class Work:
     host_step_bytes: float = 0.0
     moved_bytes: float = 0.0
     disk_bytes: float = 0.0
+    visiting_bytes: float = 0.0
     fetched_bytes: float = 0.0
     exchange_s: float = 0.0
 
@@ -313,7 +315,10 @@ class _Simulation:
 
     def _optimizer_s(self) -> float:
         work, machine = self._work, self._machine
-        return (
+        # State is fetched during the last backward, and returns during the next forward.
+        link_s = work.visiting_bytes / machine.host_bytes_a_second
+        exposed = [max(0.0, link_s - flops / machine.flops) for flops in (work.forward_flops, work.backward_flops)]
+        return sum(exposed) + (
             work.step_bytes / machine.memory_bytes_a_second
             + work.host_step_bytes / machine.host_step_bytes_a_second
             + work.moved_bytes / machine.host_bytes_a_second

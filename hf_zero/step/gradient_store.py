@@ -252,6 +252,10 @@ class GradientStore(ABC):
         # In this order, because the start may run out of memory. Then the filled buffer stays open for another attempt.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
+        window = bucket.tier.window
+        if window is not None and not self.goes_on:
+            # The copies wait for the device's queue, in which the activations of the last layers are free by now.
+            window.fetch_ahead()
         if not is_whole:
             for slot in bucket.slots:
                 slot.arrived = False

@@ -36,6 +36,7 @@ from ..engine.rank_allocation import RankAllocation
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
 from ..layout import gradient_buffers
+from ..offload.device_window import DeviceWindow
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
 from ..stage3.unit import Unit
@@ -194,7 +195,23 @@ class TrainingStep:
             *self.gradients.install(),
             *chain.from_iterable(self._watch(model, entry) for entry, model in entries.items()),
             *self.row_writes.watch(models_in(self._model), optimizers, self._config),
+            *self._watch_layers(),
         ]
+
+    def _watch_layers(self) -> list:
+        """Registers a hook on the first module of each bucket, if state is copied to host memory during forward."""
+        parts = self._parts
+        window = parts.tier.window
+        if window is None or self._waits_at_the_root:
+            return []
+        hook = WeakHook(window, _before_layer)
+        first_of: dict[Bucket, nn.Module] = {}
+        for module in self._model.modules():
+            for parameter in module.parameters(recurse=False):
+                slot = parts.slot_of.get(parameter)
+                if slot is not None:
+                    first_of.setdefault(slot.bucket, module)
+        return [module.register_forward_pre_hook(hook) for module in dict.fromkeys(first_of.values())]
 
     def _watch(self, model: nn.Module, entry: nn.Module) -> list:
         return [
@@ -400,8 +417,11 @@ class TrainingStep:
             sharded.follow_state_edits()
         if self._gathers_layers:
             parts.sharded.before_forward()
+        window = parts.tier.window
         if self._is_compiled:
             parts.parameter_gather.finish_all()
+            if window is not None:
+                window.before_unknown_layers()
         buffers = self._buffers_of(module)
         if buffers is not None:
             buffers.before_forward()
@@ -445,6 +465,9 @@ class TrainingStep:
         parts = self._parts
         if parts.activations is not None:
             parts.activations.end()
+        window = parts.tier.window
+        if window is not None:
+            window.after_forward()
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
         # A saver's forward on one rank has no backward.
@@ -632,6 +655,11 @@ class TrainingStep:
             parts.tier.h2d.hold_up_device()
         if parts.parameter_tier.files is not None:
             parts.parameter_tier.files.end_step()
+
+
+def _before_layer(window: DeviceWindow, module: nn.Module, _args: tuple) -> None:
+    if not is_in_backward():
+        window.before_layer(module)
 
 
 def _refuse_inside_backward() -> None:

@@ -312,6 +312,7 @@ def main() -> int:
         models=(list, "default: bert-base and gpt2", list(timeline.PLAIN_MS)),
         links=([25.0, 54.0], "GB/s in each direction"),
         host_gbs=(timeline.HOST_GBS, "GB/s of the host in a fused AdamW step"),
+        small_device=(False, "also with a device without room for gradients, whose state is stepped on the host"),
         script_threads=(0, "threads of the script, outside of the engine's steps; 0: all cores of the rank"),
         optimizer=("adamw", None, list(timeline.OPTIMIZERS)),
         moments=("fp32", None, ["fp32", "8bit"]),

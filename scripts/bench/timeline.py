@@ -14,6 +14,7 @@ device would have done its work, and nothing sleeps:
   multiplication need less arithmetic than memory. A kernel's launch costs the host `LAUNCH_S`. Other CPU time counts `CPU_FACTOR`
   of itself: on the H100's host, Python took less time than the kernels, and a machine with other work takes longer.
 - Each step is clipped to a norm that is below its own, as most steps of fine-tuning are.
+- From its forward to its backward, a layer has its part of the activations of a plain step on an H100.
 
 - `--script-threads 1` is a rank that torchrun starts: its script has one thread, whose passes have `THREAD_GBS`, and the engine's
   steps have the rank's share of the cores. By default, the script has these cores, too.
@@ -25,12 +26,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -67,6 +68,8 @@ SMALLER = {
 }
 """Models that run, for those of `PLAIN_MS`, and `NUMEL`, the parameters of the latter."""
 NUMEL = {"bert-base": 109_483_778, "gpt2": 124_439_808}
+ACTIVATIONS_MIB = {"bert-base": 2095, "gpt2": 6027}
+"""What forward keeps for backward: a plain loop's peak on an H100 less 16 bytes per parameter."""
 HEAD = {"bert-base": 0.0, "gpt2": 5.4}
 """What the head computes, in layers: GPT-2's multiplies by 38.6 million numbers, a layer by 7.1 million."""
 WARMUP_STEPS = 3
@@ -126,15 +129,24 @@ def _numbered(layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
     return [(f"layer {number}", layer) for number, layer in enumerate(layers)]
 
 
-def add_kernels(compiled: ModuleType, model: nn.Module, name: str) -> None:
-    """Makes the parts of the model last: behind what they read in forward, and before their gradients in backward."""
-    plain_s = 1e-3 * PLAIN_MS[name]
+def add_kernels(compiled: ModuleType, model: nn.Module, name: str, smaller: float) -> None:
+    """Makes the parts of the model last: behind what they read in forward, and before their gradients in backward.
+
+    From its forward to its backward, a part has activations, `smaller` times less than those of the whole model.
+    """
+    plain_s, activation_bytes = 1e-3 * PLAIN_MS[name], ACTIVATIONS_MIB[name] * 2**20 / smaller
 
     def after(label: str, share: float) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
             compiled.delay(0, FORWARD * share * plain_s, f"forward {label}")
             first = output[0] if isinstance(output, tuple) else output
-            first.register_hook(lambda _: compiled.delay(0, (1 - FORWARD) * share * plain_s, f"backward {label}"))
+            kept = [torch.empty(round(share * activation_bytes), dtype=torch.uint8, device=first.device)]
+
+            def backward(_gradient: torch.Tensor) -> None:
+                compiled.delay(0, (1 - FORWARD) * share * plain_s, f"backward {label}")
+                kept.clear()
+
+            first.register_hook(backward)
 
         return hook
 
@@ -260,9 +272,22 @@ class Host:
         return result
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, **adamw_arguments(fused=True)),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **adamw_arguments(fused=True))
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, and AdamW for all other parameters."""
+    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    matrices = [p for layer in layers for p in layer.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=1e-3), _adamw(others)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "adamw": lambda model: [_adamw(model.parameters())],
+    "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)],
+    "muon": _muon,
 }
 
 
@@ -277,11 +302,13 @@ def measure(
     clips: bool,
     steps: int,
     script_threads: int = 0,
+    steps_on_host: bool = False,
 ) -> dict[str, Any]:
     """Takes steps in this process. Returns figures of each step after the warm-up, and the spans of the last one."""
     import standin_device
 
     compiled = standin_device.register(standin_device.build())
+    from hf_zero.engine import assemble
     from hf_zero.engine.engine import ZeroEngine
     from hf_zero.offload import choice
 
@@ -290,25 +317,30 @@ def measure(
     model = workload.make_model().to(standin_device.NAME)
     smaller = NUMEL[model_name] / sum(parameter.numel() for parameter in model.parameters())
     settings = {"bucket_bytes": round(BUCKET_BYTES / smaller), **settings}
-    optimizer = OPTIMIZERS[optimizer_name](list(model.parameters()))
+    optimizers = OPTIMIZERS[optimizer_name](model)
     link, memory = 1e9 * link_gbs / smaller, 1e9 * host_gbs / smaller
     script = min(memory, 1e9 * THREAD_GBS * script_threads / smaller) if script_threads else memory
     cores = Cores(compiled, script, memory)
     cores.release()
-    with mock.patch.object(choice, "choose_host_cores", lambda device: cores):
-        engine = ZeroEngine(model, [optimizer], settings)
-    add_kernels(compiled, model, model_name)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(choice, "choose_host_cores", lambda device: cores))
+        if steps_on_host:
+            # As on a device without room for gradients.
+            stack.enter_context(mock.patch.object(assemble, "has_room_to_step", return_value=False))
+        engine = ZeroEngine(model, optimizers, settings)
+    add_kernels(compiled, model, model_name, smaller)
     host = Host(compiled)
     batches = [
         {name: values.to(standin_device.NAME) for name, values in workload.make_batch(0, number).items()}
         for number in range(accumulation)
     ]
-    marks, losses = [], []
+    marks: list[float] = []
+    losses = []
     with host.noting():
         compiled.start_clock(link, link, memory, LAUNCH_S, CPU_FACTOR)
         # One more, which shows when the last one ends.
         for _ in range(WARMUP_STEPS + steps + 1):
-            marks.append((compiled.now(), time.process_time()))
+            marks.append(compiled.busy())
             for number, batch in enumerate(batches):
                 with ExitStack() as stack:
                     if number + 1 < len(batches):
@@ -318,8 +350,9 @@ def measure(
                 losses.append(loss.detach())
             if clips:
                 engine.clip_grad_norm_(MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         spans = compiled.end_clock()
     found = [Span(kind, label, 1e3 * begin, 1e3 * end) for kind, label, _, begin, end in spans]
     found += [Span(lane, label, 1e3 * begin, 1e3 * end, 1e3 * busy) for lane, label, begin, end, busy in host.spans]
@@ -327,8 +360,12 @@ def measure(
     begins = [span.begin_ms for span in found if span.lane == "kernel" and span.label == f"forward {first}"]
     steps_ms = list(zip(begins[::accumulation], begins[accumulation::accumulation]))[WARMUP_STEPS:]
     engine.close()
+    computed_ms = [1e3 * (end - begin) for begin, end in pairwise(marks)][WARMUP_STEPS:]
     return {
-        "steps": [_figures(found, begin, end, accumulation * PLAIN_MS[model_name]) for begin, end in steps_ms],
+        "steps": [
+            _figures(found, begin, end, accumulation * PLAIN_MS[model_name]) | {"script_ms": script_ms}
+            for (begin, end), script_ms in zip(steps_ms, computed_ms)
+        ],
         "spans": [
             replace(span, begin_ms=span.begin_ms - steps_ms[-1][0], end_ms=span.end_ms - steps_ms[-1][0]).__dict__
             for span in found
@@ -386,6 +423,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         ("of plain", "ratio", ".2f"),
         ("exposed", "exposed_ms", ".1f"),
         ("% of copies and host", lambda row: 100 * row["exposed_share"] if row["exposed_share"] else None, ".0f"),
+        ("script", "script_ms", ".1f"),
         ("down", "down_ms", ".1f"),
         ("up", "up_ms", ".1f"),
         *((name, f"{name.replace(' ', '_')}_ms", ".1f") for name in COMPUTED),
@@ -467,12 +505,13 @@ def draw(path: Path, runs: list[tuple[str, list[Span]]]) -> None:
 
 
 def ways_of(options: Any) -> dict[str, dict[str, Any]]:
-    """Settings by name. The first is a step without offload."""
+    """Arguments of `measure` by name. The first is a step without offload."""
     moments = {"moments": options.moments} if options.moments != "fp32" else {}
-    return {
-        "device": {"stage": 2, **moments},
-        "host": {"stage": 2, "offload": {"optimizer": "cpu"}, **moments},
-    }
+    host = {"stage": 2, "offload": {"optimizer": "cpu"}, **moments}
+    ways = {"device": {"settings": {"stage": 2, **moments}}, "host": {"settings": host}}
+    if options.small_device:
+        ways["stepped there"] = {"settings": host, "steps_on_host": True}
+    return ways
 
 
 def compare(options: Any) -> dict[str, Any]:
@@ -484,7 +523,7 @@ def compare(options: Any) -> dict[str, Any]:
             ways = ways_of(options)
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for way in list(ways) * options.rounds:
-                arguments = {"model_name": name, "settings": ways[way], "optimizer_name": options.optimizer}
+                arguments = {"model_name": name, "optimizer_name": options.optimizer, **ways[way]}
                 arguments |= {"link_gbs": link, "host_gbs": options.host_gbs, "clips": options.clip}
                 arguments |= {"accumulation": options.accumulation, "steps": options.steps}
                 arguments |= {"script_threads": options.script_threads}
@@ -493,12 +532,17 @@ def compare(options: Any) -> dict[str, Any]:
             for row in rows:
                 row["ratio"] = row["whole_ms"] / rows[0]["whole_ms"]
             differ = [way for way, found in runs.items() if found[0]["losses"] != runs["device"][0]["losses"]]
-            title = f"{name}, {options.optimizer}, {link:g} GB/s"
+            more = f", {options.accumulation} micro-batches" if options.accumulation > 1 else ""
+            moments = f", moments in {options.moments}" if options.moments != "fp32" else ""
+            title = f"{name}, {options.optimizer}{moments}{more}, {link:g} GB/s"
             show(f"{title}; the host's memory: {options.host_gbs:g} GB/s", rows)
             print("losses equal the device tier's" if not differ else f"LOSSES DIFFER: {differ}")
-            spans = [Span(**span) for span in runs["host"][-1]["spans"]]
-            show_buckets(title, spans)
-            drawn.append((title, spans))
+            show_buckets(title, [Span(**span) for span in runs["host"][-1]["spans"]])
+            drawn += [
+                (f"{title}, {way}", [Span(**span) for span in runs[way][-1]["spans"]])
+                for way in reversed(ways)
+                if way != "device"
+            ]
             figures[title] = {"rows": rows, "equal": not differ}
     if options.picture:
         draw(Path(options.picture), drawn)

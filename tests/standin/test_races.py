@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cells import marks_of
 from race_clock import Entry, Races, traced
 from shared_ranks import SharedRanks
-from standin_runs import FILES, HOST, own_device
+from standin_runs import FILES, HOST, SMALL, engine_of, own_device
 from torch import nn
 from training import Answer, bert, bert_batch, checkpoint_activations, fused_adamw, gpt2, gpt2_batch
 from transformers import T5Config, T5ForConditionalGeneration
@@ -58,7 +58,9 @@ SETTINGS = {
     "8-bit moments": {"stage": 2, "moments": "8bit"},
     "bad steps skipped": {"stage": 3, "nonfinite": "skip"},
     "state in host memory": {"stage": 2, "offload": HOST},
+    "state in host memory, on a small device": {"stage": 2, "offload": HOST, SMALL: True},
     "half of it": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
+    "half of it, on a small device": {"stage": 2, "offload": HOST | {"ratio": 0.5}, SMALL: True},
     "state in host memory at stage 3": {"stage": 3, "offload": HOST},
     **{
         f"bf16, state in host memory at stage {stage}": {
@@ -68,6 +70,7 @@ SETTINGS = {
         }
         for stage in (1, 2, 3)
     },
+    "bf16, state in host memory on a small device": {"stage": 2, **BF16, "offload": HOST, SMALL: True},
     "bf16 in host memory": {"stage": 3, **BF16, "offload": BOTH},
     "gathered in bf16 from host memory": {"stage": 3, "gather_dtype": "bfloat16", "offload": BOTH},
     "int8 from host memory": {"stage": 3, "comm": INT8, "offload": BOTH},
@@ -203,7 +206,7 @@ def train(settings: dict, way: Way, folder: Path) -> None:
     if way.recomputes:
         checkpoint_activations(model, {"use_reentrant": False})
     optimizers = optimizers_of(model, way)
-    engine = ZeroEngine(model, optimizers, settings)
+    engine = engine_of(model, optimizers, settings)
     background = Background(engine.device)
     for step in range(STEPS):
         for micro in range(way.micro_batches):
@@ -314,8 +317,12 @@ SHORT = [
     ("bad steps skipped", "gpt2", 2),
     ("int8 at stage 2", "edited", 2),
     ("state in host memory", "accumulated", 2),
+    ("state in host memory, on a small device", "accumulated", 2),
     ("state in host memory", "idle", 2),
     ("bf16, state in host memory at stage 2", "dropped", 2),
+    ("bf16, state in host memory at stage 2", "saved", 2),
+    ("bf16, state in host memory on a small device", "dropped", 2),
+    ("8-bit moments in host memory", "saved", 1),
     ("bf16, state in host memory at stage 3", "idle", 2),
     ("state in host memory at stage 3", "gpt2", 2),
     ("state in files at stage 3", "gpt2", 2),
@@ -384,7 +391,7 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
 
 
 def test_a_master_goes_up_beside_what_the_device_computes_and_is_sent_at_once(library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "name": "bf16, state in host memory at stage 2"}
+    arguments = {"library": library, "folder": str(tmp_path), "name": "bf16, state in host memory on a small device"}
     for computes, found in RANKS[2].run(ways_up, **arguments):
         assert [file for file, _ in found] == ["a copy", "a gather"] * (len(found) // 2)
         assert found and computes not in [actor for _, actor in found]

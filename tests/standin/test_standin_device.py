@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cells import short_of, slow
 from packed_bases import PLAIN, Coded
 from shared_ranks import on_ranks, run_on_ranks
-from standin_runs import EXACT, HOST, INEXACT, own_device, prepared, steps
+from standin_runs import EXACT, HOST, INEXACT, SMALL, own_device, prepared, steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_adamw, gpt2, gpt2_batch, save_engine
@@ -271,7 +271,10 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
     """Copied in a backward and a step, for each element of the rank's shards: down and up."""
     standin_device.register(library)
     with standin_device.process_group(rank, world_size, folder):
-        model, optimizer, engine = built_in_bf16(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
+        is_small = mock.patch("hf_zero.engine.assemble.has_room_to_step", return_value=False)
+        with is_small if settings.get(SMALL) else nullcontext():
+            wanted = {name: value for name, value in settings.items() if name != SMALL}
+            model, optimizer, engine = built_in_bf16(device=standin_device.NAME, bucket_bytes="100KiB", **wanted)
         # The first two steps look at the parameters besides.
         for seed in range(2):
             backward_on_device(model, seed)
@@ -291,19 +294,30 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
         return copied.down / numel, copied.up / numel
 
 
-OFFLOADED = {f"stage {stage}": {"stage": stage, "offload": {"optimizer": "cpu"}} for stage in (1, 2, 3)}
+OFFLOADED = {
+    f"stage {stage}{', on a small device' * is_small}": {
+        "stage": stage,
+        "offload": {"optimizer": "cpu"},
+        SMALL: is_small,
+    }
+    for stage in (1, 2, 3)
+    for is_small in (False, True)
+}
 
 
 @pytest.mark.extra("kernels")
-@pytest.mark.parametrize("way", short_of(OFFLOADED, ["stage 2", "stage 3"]))
-def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
+@pytest.mark.parametrize("way", short_of(OFFLOADED, ["stage 2", "stage 2, on a small device"]))
+def test_offload_moves_state_to_the_device_and_back_or_2_bytes_of_a_16_bit_parameter_and_its_gradient(
+    way, library, tmp_path
+):
     """On one rank, since the stand-in's collectives go through the host, too."""
     [(down, up)] = run_on_ranks(
         bytes_of_a_step, world_size=1, library=library, folder=str(tmp_path), settings=OFFLOADED[way]
     )
-    # Scalars of the step, too.
-    assert 2 <= down < 2.01
-    assert 2 <= up < 2.01
+    # Or master and both moments. Scalars of the step and alignment are copied too, and moments have no padding.
+    expected = 2 if OFFLOADED[way][SMALL] else 12
+    assert down == pytest.approx(expected, rel=0.01)
+    assert up == pytest.approx(expected, rel=0.01)
 
 
 @on_ranks(1)
@@ -318,7 +332,7 @@ def test_a_clip_in_host_memory_has_the_ranks_share_of_cores(rank, world_size, li
     before = torch.get_num_threads()
     cores = mock.patch("hf_zero.offload.choice.choose_host_cores", lambda device: ShareOfCores(before + 1))
     with cores, mock.patch("hf_zero.step.norm.sums_of_squares", seen):
-        model, optimizer, engine = prepared({"stage": 2, "offload": HOST})
+        model, optimizer, engine = prepared({"stage": 2, "offload": HOST, SMALL: True})
         batch = gpt2_batch(torch.Generator().manual_seed(0), 2)
         model(**{name: values.to(own_device()) for name, values in batch.items()}).loss.backward()
         engine.clip_grad_norm_(1.0)
@@ -383,7 +397,8 @@ def test_pinned_memory_is_that_of_masters_and_gradients(rank, world_size, librar
                 model = gpt2().to(standin_device.NAME, dtype)
                 optimizer = fused_adamw(model)
                 settings = {"stage": stage, "offload": HOST_STATE, "bucket_bytes": "20KiB"}
-                engine = ZeroEngine(model, [optimizer], settings)
+                with mock.patch("hf_zero.engine.assemble.has_room_to_step", return_value=False):
+                    engine = ZeroEngine(model, [optimizer], settings)
                 for step in range(2):
                     for micro in range(2):
                         batch = gpt2_batch(torch.Generator().manual_seed(2 * step + micro), 2)

@@ -71,9 +71,8 @@ def test_a_timeline_has_all_copies_and_the_losses_of_the_device(rank, world_size
     plain, offloaded = map(timeline.summarise, ([run] for run in runs))
     assert runs[0]["losses"] == runs[1]["losses"]
     bytes_ms = 1e3 * 4 * numel / 1e6
-    assert plain["up_ms"] == 0 and plain["step_ms"] == 0
-    assert offloaded["down_ms"] == pytest.approx(bytes_ms, rel=0.01)
-    assert offloaded["up_ms"] == pytest.approx(bytes_ms, rel=0.01)
-    # Parameter, gradient and two moments are read, and three of them are written.
-    assert offloaded["step_ms"] > 6 * bytes_ms
-    assert offloaded["whole_ms"] > plain["whole_ms"] + offloaded["step_ms"]
+    assert plain["up_ms"] == 0
+    # Two moments in each direction, and the alignment of small ones.
+    assert offloaded["down_ms"] == pytest.approx(2 * bytes_ms, rel=0.02)
+    assert offloaded["up_ms"] == pytest.approx(2 * bytes_ms, rel=0.02)
+    assert plain["whole_ms"] < offloaded["whole_ms"] < plain["whole_ms"] + 4 * bytes_ms
