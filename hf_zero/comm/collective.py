@@ -3,8 +3,10 @@
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -76,13 +78,19 @@ class CollectiveTransport(Transport):
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        entry, work = self._start_work(label, reduce_scatter_flat, target, flat, group)
-        if target is out:
+        if out.dtype == flat.dtype:
+            if not _GROUPS_START or group.handle is None or profiler._is_profiler_enabled:
+                entry, work = self._start_work(label, reduce_scatter_flat, out, flat, group)
+            else:
+                # The same, with fewer calls.
+                entry = self._count(label, group, flat.nbytes)
+                work = self.watch.during(label, group.handle.reduce_scatter_single, out, flat, _SUM)
             return Handle(label, self.ledger, work.wait, None, entry)
+        target = torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
+        entry, wider = self._start_work(label, reduce_scatter_flat, target, flat, group)
 
         def complete() -> None:
-            work.wait()
+            wider.wait()
             out.copy_(target)
 
         return Handle(label, self.ledger, complete, None, entry)
@@ -96,6 +104,13 @@ class CollectiveTransport(Transport):
         noted = None if self.wire is None else self.wire.over(label, [own], flat.chunk(group.size), copies=group.size)
         entry, work = self._start_work(label, all_gather_flat, flat, own, group)
         return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), None, entry)
+
+    def prepare_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Callable[[], Handle]:
+        is_inherited = type(self).start_all_gather is CollectiveTransport.start_all_gather
+        if not (_GROUPS_START and is_inherited) or self._groups.gather.handle is None:
+            # An older torch, a group of one rank, or a subclass that starts gathers in another way.
+            return super().prepare_all_gather(flat, own, label)
+        return _RepeatedGather(self, self._gathers, self._groups.gather, flat, own, label).start
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -206,3 +221,48 @@ class CollectiveTransport(Transport):
             between = sent * self._groups.peers_elsewhere(group) // (size - 1 or 1)
             tally.send(sent, between, group, nbytes)
         return self.ledger.note(label, tally)
+
+
+class _RepeatedGather(Handle):
+    """An all-gather of the same tensors in each step, and its handle. `start` does not look up what does not change.
+
+    Args:
+        order: the checksum of gathers.
+    """
+
+    def __init__(
+        self,
+        transport: CollectiveTransport,
+        order: GatherOrder,
+        group: RankGroup,
+        flat: torch.Tensor,
+        own: torch.Tensor,
+        label: Label,
+    ):
+        self._transport, self._order = transport, order
+        self._start = partial(transport.start_all_gather, flat, own, label)
+        self._label, self._ledger = label, transport.ledger
+        self._complete, self._entry = None, None
+        self._call = partial(cast(Any, group.handle).all_gather_single, flat, own, _GATHER)
+        self._words = label.words.encode()
+        self._tally = transport.ledger.tally_of(label)
+        self._sends: object = None
+
+    def start(self) -> Handle:
+        """Starts the gather, which must have finished before the next start."""
+        ledger, tally = self._ledger, self._tally
+        if (
+            ledger.is_timed
+            or profiler._is_profiler_enabled
+            or self._transport.wire is not None
+            or tally.sends is not self._sends
+            or self._complete is not None
+        ):
+            # For another reader of these collectives, the first gather with this tally, or a gather that has not finished.
+            handle, self._sends = self._start(), tally.sends
+            return handle
+        order = self._order
+        order.checksum = crc32(self._words, order.checksum)
+        self._entry = ledger.note(self._label, tally)
+        self._complete = ledger.watch.during(self._label, self._call).wait
+        return self

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from threading import get_ident
+from threading import Lock, get_ident
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,12 +32,14 @@ _Result = TypeVar("_Result")
 
 SAVE = "save"
 """The part of training inside a save, and the kind of a save as one collective."""
+_MADE = 64
+"""Waits remembered after another thread has asked for them: more than threads wait at a time, one wait inside another."""
 
 
 class Wait(AbstractContextManager):
     """A collective which a thread is starting or waiting for. Also the context around the start or the wait.
 
-    This is a class instead of a generator for speed, because each collective of a step creates two of these.
+    This is a class instead of a generator for speed. `Watch.during` creates one only if the wait fails or another thread asks.
 
     Args:
         watch: knows the wait inside the context. None for a wait that was detected from outside and is not a context.
@@ -124,20 +126,23 @@ class Tally:
         sent, between: the bytes that each start sends, to all ranks and to ranks on other nodes.
         group, nbytes: the ranks and the bytes of the tensor from which a transport has computed these; None and 0 if it has not.
         number: starts since these bytes changed.
+        sends: another object after each change of these bytes.
     """
 
-    __slots__ = ("_before", "between", "group", "kind", "nbytes", "number", "sent")
+    __slots__ = ("_before", "between", "group", "kind", "nbytes", "number", "sends", "sent")
 
     def __init__(self, kind: str):
         self.kind = kind
         self.sent = self.between = self.nbytes = self.number = 0
         self.group: object = None
+        self.sends: object = object()
         self._before = (0, 0, 0)
 
     def send(self, sent: int, between: int, group: object = None, nbytes: int = 0) -> None:
         """Sets the bytes of the next starts."""
         self._before = self.totals
         self.sent, self.between, self.group, self.nbytes, self.number = sent, between, group, nbytes, 0
+        self.sends = object()
 
     @property
     def totals(self) -> tuple[int, int, int]:
@@ -155,7 +160,8 @@ class Watch:
         log: the last collectives.
         ended: the error about a rank that was late, once waits have been ended for it.
         is_left_by_others: `leave` is called at the end of Python.
-        waits: the innermost wait of each thread, by the thread's number.
+        waits: the innermost wait of each thread, by the thread's number. Inside `during`, a tuple of label and start instead,
+            because most waits end before anybody asks for them.
     """
 
     def __init__(self):
@@ -165,7 +171,10 @@ class Watch:
         self.log = CollectiveLog()
         self.ended: CommunicationError | None = None
         self.is_left_by_others = False
-        self.waits: dict[int, Wait] = {}
+        self.waits: dict[int, Wait | tuple[object, float]] = {}
+        # The waits made of tuples, each with its tuple, because a watchdog marks the wait that later fails.
+        self._made: deque[tuple[tuple[object, float], Wait]] = deque(maxlen=_MADE)
+        self._making = Lock()
 
     @property
     def begun(self) -> Counter[str]:
@@ -181,20 +190,15 @@ class Watch:
         """Counts how often each collective has been started, by its name."""
         return Counter({name: tally.totals[0] for name, tally in dict(self.tallies).items()})
 
-    def during(
-        self, what: object, call: Callable[..., _Result], *arguments: Any, ends: list[Any] | None = None
-    ) -> _Result:
-        """Calls a function inside `inside(what)`. No context, for speed: each collective of a step calls this twice.
-
-        Args:
-            ends: the log entry of a collective that ends with the call.
-        """
+    def during(self, what: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls a function inside `inside(what)`. No context, for speed: each collective of a step calls this twice."""
         waits, thread = self.waits, get_ident()
         outer = waits.get(thread)
-        wait = waits[thread] = Wait(what)
+        begun = waits[thread] = what, monotonic()
         try:
             return call(*arguments)
         except RuntimeError as error:
+            wait = self._wait_of(begun)
             self.fail(wait, error)
             if isinstance(error, CommunicationError):
                 raise
@@ -204,8 +208,6 @@ class Watch:
                 del waits[thread]
             else:
                 waits[thread] = outer
-            if ends is not None:
-                ends[ENDED] = monotonic()
 
     def inside(self, what: object) -> Wait:
         """Marks a wait. An error of the backend becomes a `CommunicationError` with the name of the wait.
@@ -237,7 +239,22 @@ class Watch:
     def longest(self) -> Wait | None:
         """Returns the oldest unfinished wait of this rank."""
         # Iterate over a copy, because other threads begin and end waits in the meantime.
-        return min(list(self.waits.values()), key=lambda wait: wait.since_s, default=None)
+        return min(map(self._wait_of, list(self.waits.values())), key=lambda wait: wait.since_s, default=None)
+
+    def _wait_of(self, begun: Wait | tuple[object, float]) -> Wait:
+        """Returns the wait of an entry of `waits`, always the same one for the same entry."""
+        if isinstance(begun, Wait):
+            return begun
+        # Locked, because the waiting thread may ask for its own wait, after a failure, at the same time as a watchdog.
+        with self._making:
+            for made_of, wait in self._made:
+                if made_of is begun:
+                    return wait
+            what, since_s = begun
+            made = Wait(what)
+            made.since_s = since_s
+            self._made.append((begun, made))
+            return made
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
         return CommunicationError(

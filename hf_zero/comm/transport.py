@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import profiler
 
 from .all_or_none import Merged
+from .collective_log import ENDED
 from .groups import Groups, RankGroup
 from .ledger import Label, Ledger, Watch
 from .profiler_ranges import shown
@@ -65,7 +68,11 @@ class Handle:
         ledger, entry = self._ledger, self._entry
         if not (ledger.is_timed or profiler._is_profiler_enabled):
             # Fast path: the same as below, without contexts. Waits on an accelerator are untimed until somebody asks for times.
-            ledger.watch.during(self._label, complete, ends=entry)
+            try:
+                ledger.watch.during(self._label, complete)
+            finally:
+                if entry is not None:
+                    entry[ENDED] = monotonic()
             return
         label = self._label
         counted = ledger.finishing(label.kind, entry, has_begun=self._has_begun, is_exposed=is_exposed)
@@ -122,6 +129,10 @@ class Transport(ABC):
 
         `own` may be this rank's part of `flat`. The ranks are `among`, by default the shard group.
         """
+
+    def prepare_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Callable[[], Handle]:
+        """Prepares a gather repeated in each step; returns a function without arguments for `start_all_gather`."""
+        return partial(self.start_all_gather, flat, own, label)
 
     @abstractmethod
     def start_all_to_all(

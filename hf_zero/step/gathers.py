@@ -1,8 +1,13 @@
 """All-gathers of the parameters of a bucket, exact or cast to the dtype of forward and backward."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
 import torch
 
 from ..buckets.bucket import Bucket
+from ..buckets.gathered_memory import GatheredMemory
 from ..comm.groups import RankGroup
 from ..comm.ledger import Label
 from ..comm.transport import Handle
@@ -14,10 +19,13 @@ def start_all_gather(
     bucket: Bucket, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
 ) -> Handle:
     """Starts filling `flat` with each rank's `own`, exactly; see `Transport.start_all_gather`."""
-    if bucket.key.is_packed:
-        # Backends do not support all dtypes: NCCL lacks int16, gloo lacks bool.
-        flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+    flat, own = _sendable(bucket, flat, own)
     return bucket.group.transport.start_all_gather(flat, own, label, among=among)
+
+
+def _sendable(bucket: Bucket, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Backends do not support all dtypes: NCCL lacks int16, gloo lacks bool.
+    return (flat.view(torch.uint8), own.view(torch.uint8)) if bucket.key.is_packed else (flat, own)
 
 
 class Gather:
@@ -40,6 +48,14 @@ class Gather:
         """Starts filling `bucket.flat`, whose memory is allocated, from each rank's `bucket.memory.source`."""
         memory = bucket.memory
         return start_all_gather(bucket, memory.shown, memory.source, bucket.label(GATHER))
+
+    def starter_of(self, bucket: Bucket) -> Callable[[], Handle]:
+        """Prepares a gather repeated in each step; returns a function without arguments for `start`."""
+        memory = cast(GatheredMemory, bucket.memory)
+        if type(self) is not Gather or (self.is_exact and memory.casts):
+            return partial(self.start, bucket)
+        flat, own = _sendable(bucket, memory.flat, memory.source)
+        return bucket.group.transport.prepare_all_gather(flat, own, bucket.label(GATHER))
 
     @property
     def held_bytes(self) -> int:

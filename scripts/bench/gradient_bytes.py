@@ -110,6 +110,8 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
                 patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
                 patch(f"{collectives}.reduce_scatter_flat", nothing.start),
                 patch(f"{collectives}.all_gather_flat", nothing.start),
+                # Prepared gathers call the process group itself.
+                patch(f"{collectives}._GROUPS_START", new=False),
                 patch(f"{collectives}.dist.all_reduce", nothing.start),
                 patch(f"{collectives}.dist.broadcast", nothing.start),
                 patch.dict("os.environ", LOCAL_WORLD_SIZE=str(min(ranks_a_node, world_size))),

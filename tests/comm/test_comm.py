@@ -407,6 +407,43 @@ def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_the
         transport.agree_max(torch.ones(1), LABEL)
 
 
+@on_ranks(2)
+def test_a_gather_repeated_in_each_step_is_sent_counted_and_ordered_as_one_that_is_not(rank, world_size):
+    groups = Groups.create(stage=3, device_type="cpu", comm=CommConfig())
+    label = Label(kind="all-gather parameters", subject="bucket 0")
+    found, checked = [], []
+    wire = SimpleNamespace(over=lambda label, *_tensors, **_options: checked.append(label) or (lambda wait: wait))
+    for is_prepared in (False, True):
+        transport = CollectiveTransport(groups, Ledger(is_timed=False))
+        flat, larger = torch.zeros(64), torch.zeros(128)
+        own = flat.chunk(world_size)[rank]
+        start = partial(transport.start_all_gather, flat, own, label)
+        if is_prepared:
+            start = transport.prepare_all_gather(flat, own, label)
+        sums = []
+        for step in range(10):
+            own.fill_(10 * step + rank + 1)
+            transport.wire = wire if step == 5 else None
+            if step == 7:
+                transport.ledger.start_timing()
+            if step in (2, 3):
+                # The same bucket in another dtype.
+                transport.start_all_gather(larger, larger.chunk(world_size)[rank], label).finish()
+            handles = [start(), start()] if step == 4 else [start()]
+            for handle in handles:
+                handle.finish()
+                handle.finish()
+            sums.append(flat.sum().item())
+        [row] = transport.ledger.rows()
+        assert row.under_way_seconds > 0
+        entries = transport.ledger.log.entries
+        assert all(entry[-1] is not None for entry in entries)
+        found.append((sums, row.calls, row.bytes_sent, row.timed_bytes, transport._gathers.checksum, len(entries)))
+    assert found[0] == found[1]
+    assert found[0][:2] == ([32 * (20 * step + 3) for step in range(10)], 13)
+    assert checked == [label, label]
+
+
 class Mail:
     """A process group whose ranks are threads. As in gloo, the nth receive from a rank gets the nth message of its tag, and a
     send ends once its receive has begun.

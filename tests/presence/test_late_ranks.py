@@ -492,6 +492,21 @@ def test_a_rank_is_where_its_script_is_wherever_the_libraries_lie(package, is_in
     assert ran.stdout.strip() == "job.py:3: print(run_backward())", ran.stderr
 
 
+def test_a_wait_that_a_watchdog_has_seen_is_the_one_that_fails():
+    """A watchdog marks the wait with its error, before it makes the wait fail."""
+    watch, seen = Watch(), []
+
+    def fail() -> None:
+        seen.extend([watch.longest, watch.longest])
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(CommunicationError, match=r"all-gather parameters .* failed: connection"):
+        watch.during(GATHER, watch.during, REDUCE, watch.during, GATHER, fail)
+    assert watch.longest is None
+    assert seen[0] is seen[1] is not None and seen[0].what is GATHER
+    assert seen[0].failure == "connection closed by peer"
+
+
 # ---- the log ----
 
 
