@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat, takewhile
+from itertools import chain, compress, repeat, takewhile
 from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from ..offload.shards import Region
 from ..offload.tiers import Tier
 from ..queues import ARRIVED, Arrival
 from .flat_views import FlatViews
-from .memory import ParameterMemory, clear_padding
+from .memory import ParameterMemory, UnshardedMemory, clear_padding
 from .precision import Precision
 from .sharded import (
     ClippedGradient,
@@ -44,6 +44,7 @@ GRADIENT_OF, TENSOR_OF, BUCKET_OF = attrgetter("grad"), attrgetter("tensor"), at
 _STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgetter("dtype")
 _SLOT_OF, _PARAMETER_OF = attrgetter("slot"), attrgetter("slot.parameter")
 _SLOT_VERSION, _FOLLOWED_VERSION = attrgetter("version"), attrgetter("slot.version")
+_MEMORY = attrgetter("memory")
 
 
 def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
@@ -756,3 +757,9 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
         set_all(slots, "version", list(map((1).__add__, map(_SLOT_VERSION, slots))))
         increment_version(parameters)
     return dict(zip(buckets, map(_SLOTS, buckets)))
+
+
+def unsharded(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Returns the buckets whose parameters are whole."""
+    buckets = list(buckets)
+    return list(compress(buckets, map(isinstance, map(_MEMORY, buckets), repeat(UnshardedMemory))))

@@ -1,7 +1,7 @@
 """Memory of a bucket at stage 3: a permanent shard, and the whole buffer while a unit is gathered."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,34 +22,6 @@ def _mark_of(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-class _Known(NamedTuple):
-    """The parameters of the last call of `GatheredMemory.set_all_data` that hid them, in order.
-
-    Attributes:
-        kinds, hidden_kinds: their classes before and afterwards.
-        shows, hides: the arguments of a loop of `setattr` that makes them whole, or hides them: parameters, names, values. A
-            guarded parameter refuses new data, so it has its plain class first when it becomes whole, and last when it is hidden.
-    """
-
-    kinds: list[type]
-    hidden_kinds: list[type]
-    shows: tuple[list[nn.Parameter], list[str], list[object]]
-    hides: tuple[list[nn.Parameter], list[str], list[object]]
-
-    @classmethod
-    def of(
-        cls,
-        parameters: Sequence[nn.Parameter],
-        kinds: list[type],
-        places: Sequence[torch.Tensor],
-        absences: Sequence[torch.Tensor],
-    ) -> "_Known":
-        hidden_kinds, count = list(map(type, parameters)), len(parameters)
-        owners, data, classes = [*parameters, *parameters], ["data"] * count, ["__class__"] * count
-        shows = owners, [*classes, *data], [*kinds, *places]
-        return cls(kinds, hidden_kinds, shows, (owners, [*data, *classes], [*absences, *hidden_kinds]))
 
 
 class GatheredMemory(ParameterMemory):
@@ -105,7 +77,6 @@ class GatheredMemory(ParameterMemory):
         self._absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
-        self._known = _Known.of((), [], (), ())
 
     @property
     def own(self) -> torch.Tensor:
@@ -151,13 +122,13 @@ class GatheredMemory(ParameterMemory):
             start: starts the all-gather.
             exactly: gather in the dtype of the shard, if `flat` has another dtype.
         """
+        if exactly and self.casts:
+            self._make_room(exactly=True)
+            return start()
+        self.is_readable = True
+        self._reservation.restore()
         if self.casts:
-            self._make_room(exactly=exactly)
-            if self.shown is self.flat:
-                self._own_of_flat.copy_(self._own)
-        else:
-            self.is_readable = True
-            self._reservation.restore()
+            self._own_of_flat.copy_(self._own)
         return start()
 
     def arrive(self) -> None:
@@ -222,22 +193,13 @@ class GatheredMemory(ParameterMemory):
         self._reservation.release()
 
     def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
-        """Calls `set_data` for all parameters of the bucket, in order. Must be fast: runs four times per layer and step."""
-        is_whole = self.is_readable
-        if self.read_as is None and self.shown is self.flat:
-            known = self._known
-            before, sets = (known.hidden_kinds, known.shows) if is_whole else (known.kinds, known.hides)
-            if list(map(type, parameters)) == before:
-                # The usual case does the same as the code below in one loop in C. `setattr` returns None, so `any` runs to the
-                # end.
-                any(map(setattr, *sets))
-                return
+        """Calls `set_data` for all parameters of the bucket, in order."""
         if self.read_as is not None:
             for parameter, place in zip(parameters, places):
                 self.set_data(parameter, place)
             return
         with look_only():
-            if is_whole:
+            if self.is_readable:
                 places = list(map(self._shown_at, places)) if self.is_shown_exactly else places
                 set_all(parameters, "data", places)
                 show_all(parameters)
@@ -245,9 +207,7 @@ class GatheredMemory(ParameterMemory):
             absences = [self._absent.expand(place.shape) for place in places]
             set_all(parameters, "data", absences)
             show_all(parameters)
-            kinds = list(map(type, parameters))
             hide_all(parameters)
-            self._known = _Known.of(parameters, kinds, places, absences)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         # Show the values first, because a guarded parameter refuses new data, even from the engine.

@@ -452,6 +452,9 @@ hide_all = _HIDDEN.guard
 show_all = _HIDDEN.unguard
 """Removes the guard again."""
 
+hidden_classes = _HIDDEN.classes
+"""The classes of guarded parameters, for loops in C."""
+
 all_are_hidden = _HIDDEN.are_guarded
 """Whether all parameters are guarded."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..arithmetic.flat import give_up_triton, runs_triton, uses_kernels
-from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.bucket import Bucket, ParameterSlot, Row, unsharded
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales
 from ..buckets.unread_weights import wanted_dtype
@@ -225,7 +225,7 @@ class Parts:
     def send(self, buckets: Iterable[Bucket]) -> None:
         """Starts sending this rank's part of some buckets to the ranks with whole parameters."""
         if self.groups.shard_size > 1:
-            self.parameter_gather.start([bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)])
+            self.parameter_gather.start(unsharded(buckets))
 
 
 def assemble(

@@ -76,9 +76,13 @@ def reaches_no_parameter(loss: torch.Tensor) -> bool:
     return True
 
 
+graph_task, NO_TASK = torch._C._current_graph_task_id, -1
+"""The number of the running backward pass of this thread, and the number outside of one."""
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != NO_TASK
 
 
 def set_all(owners: Iterable[Any], name: str, values: Iterable[Any]) -> None:

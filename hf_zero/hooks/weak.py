@@ -20,11 +20,11 @@ class WeakMethod:
 
     def __init__(self, owner: object | None, function: Callable[..., Any] | None):
         self._owner = weakref.ref(owner) if owner is not None else lambda: None
-        self._function = function
+        self._function: Any = function
 
     def __call__(self, *args, **kwargs):
-        owner, function = self._owner(), self._function
-        return None if owner is None or function is None else function(owner, *args, **kwargs)
+        owner = self._owner()
+        return None if owner is None else self._function(owner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "WeakMethod":
         return type(self)(None, None)
@@ -47,8 +47,9 @@ class WeakHook(WeakMethod):
 
     def __call__(self, *args, **kwargs):
         if _compiler() is None and not (dispatch_modes() or function_modes()):
-            owner, function = self._owner(), self._function
-            return None if owner is None or function is None else function(owner, *args, **kwargs)
+            owner = self._owner()
+            # Without an owner there is no function either.
+            return None if owner is None else self._function(owner, *args, **kwargs)
         return self._call_apart(args, kwargs)
 
     def _call_apart(self, args: tuple, kwargs: dict) -> Any:

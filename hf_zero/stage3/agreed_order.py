@@ -158,10 +158,8 @@ class AgreedOrder:
         """
         count = len(self._labels)
         # Three flags per number: needed now, used since the last end, wrong expectation after it. The maximum is a logical "or".
-        said = bytearray(3 * count)
+        said = bytearray(count) + bytes(map(self._used.__contains__, range(count))) + bytes(count)
         said[number] = 1
-        for each in self._used:
-            said[count + each] = 1
         if strayed is not None:
             said[2 * count + strayed] = 1
         said += self.starts.say(is_backward=self._is_of_backward(number))

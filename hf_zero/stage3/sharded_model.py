@@ -1,7 +1,7 @@
 """A model at stage 3: hooks on its layers, dtypes of their inputs, and methods of modules whose parameters are sharded."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,8 +21,8 @@ from ..optimizer.storage import OptimizerStorage
 from .gathered import GatheredParameters
 from .module_methods import ModuleMethods
 from .norm_inputs import CastInput, cast_norm_inputs
-from .sharded_parameters import ShardedParameters, UnitModules
-from .transforms import is_transformed, runs_transformed
+from .sharded_parameters import ShardedParameters
+from .transforms import runs_transformed, transforms
 from .unit import Unit
 from .unsharding import Unsharding
 
@@ -176,12 +176,13 @@ class ShardedModel:
         self.edits += 1
         return True
 
-    def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
-        """Passes a step's writes to the bucket's unit; see `Unit.follow_step`."""
-        # A parameter on only one rank, for example of an expert, is in no unit.
-        unit = self._unit_of_bucket.get(bucket)
-        if unit is not None:
-            unit.follow_step(bucket, stepped)
+    def follow_step(self, stepped_of: Mapping[Bucket, Sequence[ParameterSlot]]) -> None:
+        """Passes a step's writes to the buckets' units; see `Unit.follow_step`."""
+        for bucket, stepped in stepped_of.items():
+            # A parameter on only one rank, for example of an expert, is in no unit.
+            unit = self._unit_of_bucket.get(bucket)
+            if unit is not None:
+                unit.follow_step(bucket, stepped)
 
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
@@ -197,7 +198,8 @@ class ShardedModel:
         for compiled in reversed(self._compiled):
             compiled.undo()
         for unit in self.schedule.units:
-            unit.followers.clear()
+            unit.forms.exchange_dicts_of({})
+            unit.forms.followers.clear()
         for sharded in self._sharded.values():
             sharded.remove()
         for parameter in self.unit_of:
@@ -212,11 +214,11 @@ class ShardedModel:
         for unit in self.schedule.units:
             modules = {module: sharded for module, sharded in found.items() if sharded.units == [unit]}
             if modules:
-                unit.followers.append(UnitModules(unit, modules).follow_unit)
+                unit.forms.exchange_dicts_of(modules)
         for sharded in found.values():
             if len(sharded.units) > 1:
                 for unit in sharded.units:
-                    unit.followers.append(sharded.follow_units)
+                    unit.forms.followers.append(sharded.follow_units)
                 sharded.follow_units()
         return found
 
@@ -244,17 +246,14 @@ class ShardedModel:
         """Whether the hooks ignore a forward. Errors as in `runs_transformed`."""
         # While copies are in use, only one rank may call a submodule, for example a prompt encoder whose output is saved.
         gathered = self.gathered
-        if not (gathered.is_lent or is_transformed()):
-            # Fast path for the usual case.
-            return False
         return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
-        if not self._is_passed_by(unit, refuses=True):
+        if not (self.gathered.is_lent or transforms()) or not self._is_passed_by(unit, refuses=True):
             self.schedule.before_forward(unit, (*args, *kwargs.values()))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        if not self._is_passed_by(unit):
+        if not (self.gathered.is_lent or transforms()) or not self._is_passed_by(unit):
             self.schedule.after_forward(unit, outputs, has_returned=outputs is not None or not _is_behind_exception())
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
@@ -305,6 +304,8 @@ def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
 def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
     # Whole parameters have the previous dtype and must be gathered again.
     sharded.schedule.reshard_all()
+    for unit in sharded.schedule.units:
+        unit.forms.forget()
     for unit, slot in sharded.unit_of.values():
         unit.memories[slot.bucket].read_as = None if slot.bucket.key.is_packed else dtype
         unit.set_data(slot)

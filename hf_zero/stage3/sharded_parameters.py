@@ -1,15 +1,12 @@
 """Replaces a module's `_parameters` while parameters of the module are sharded. Reads gather first."""
 
 from collections.abc import Mapping
-from itertools import repeat
-from operator import is_
 from typing import Any, SupportsIndex
 
 from torch import nn
 
 from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded import ShardedParametersError, are_hidden
-from ..step.parameter_gather import PARAMETERS_IN
 from .unit import Unit
 from .unsharding import Unsharding
 
@@ -87,45 +84,6 @@ class ShardedParameters(dict):
 
     def __reduce_ex__(self, protocol: SupportsIndex):
         raise copy_refusal("pickled")
-
-
-class UnitModules:
-    """The modules whose sharded parameters are all in one unit. Their dicts are exchanged together, in loops in C.
-
-    Args:
-        unit: the unit.
-        modules: maps the modules to the replacements of their dicts.
-    """
-
-    def __init__(self, unit: Unit, modules: Mapping[nn.Module, ShardedParameters]):
-        self._unit = unit
-        # Bypasses `nn.Module.__getattr__`, for speed.
-        self._attributes = [module.__dict__ for module in modules]
-        self._sharded = list(modules.values())
-        self._stocks: list[dict] = []
-        self._follow_each()
-
-    def follow_unit(self) -> None:
-        """Exchanges the modules' dicts after a change of the unit's state. Called twice per unit and pass."""
-        attributes, sharded, stocks = self._attributes, self._sharded, self._stocks
-        held = map(PARAMETERS_IN, attributes)
-        if not self._unit.is_sharded:
-            if all(map(is_, held, sharded)):
-                any(map(dict.__setitem__, attributes, repeat("_parameters"), stocks))
-                return
-        elif all(map(is_, held, stocks)):
-            # `update` and `__setitem__` return None, so `any` runs to the end.
-            any(map(dict.update, sharded, stocks))
-            # Otherwise a name was deleted from a module's own dict.
-            if list(map(len, sharded)) == list(map(len, stocks)):
-                any(map(dict.__setitem__, attributes, repeat("_parameters"), sharded))
-                return
-        self._follow_each()
-
-    def _follow_each(self) -> None:
-        for each in self._sharded:
-            each.follow_units()
-        self._stocks = [each.stock for each in self._sharded]
 
 
 def copy_refusal(verb: str) -> ShardedParametersError:

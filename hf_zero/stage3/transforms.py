@@ -10,12 +10,13 @@ TRANSFORMED = (
 )
 
 
-_transforms = torch._C._functorch.get_interpreter_stack
+transforms = torch._C._functorch.get_interpreter_stack
+"""Returns the running transforms of torch.func; None or an empty list if there are none."""
 
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func is running, which works only on whole parameters."""
-    return bool(_transforms())
+    return bool(transforms())
 
 
 def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
@@ -28,7 +29,7 @@ def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
     Raises:
         RuntimeError: the unit would have to be gathered for the forward, or gathered again in the backward.
     """
-    stack = _transforms()
+    stack = transforms()
     if not stack:
         return False
     is_whole = unit.holds > 0 or not unit.slots

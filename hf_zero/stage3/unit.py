@@ -1,6 +1,6 @@
 """A unit of stage 3: a layer whose parameters are gathered and dropped together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property, partial
 from itertools import accumulate
@@ -11,10 +11,11 @@ import torch
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.gathered_memory import GatheredMemory
-from ..buckets.sharded import all_are_hidden
+from ..buckets.sharded import hidden_classes
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..step.gathers import Gather
+from .forms import Forms
 from .unseen_edits import UnseenEdits, rounded_edit
 
 _VERSION = attrgetter("_version")
@@ -39,11 +40,10 @@ class Unit:
         is_fetched: whether some of the memories are offloaded, and are fetched before a gather.
         gather: the last gather of the parameters.
         unseen: detects edits that autograd does not count.
-        state: changes from SHARDED to UNSHARDING, UNSHARDED, and back to SHARDED, in no other order.
-        is_sharded: whether the state is SHARDED.
+        is_sharded, is_unsharding: whether the state is SHARDED or UNSHARDING. Attributes, because each gather reads both.
         not_sharded: all units of the schedule whose state is not SHARDED, shared by all units.
         holds: number of users that prevent a reshard.
-        followers: called after each change between whole and sharded.
+        forms: makes the parameters whole and hidden.
     """
 
     def __init__(self, modules: Sequence[str], buckets: Sequence[Bucket]):
@@ -51,26 +51,36 @@ class Unit:
         self.name = self.modules[0] if self.modules else "root"
         self.buckets = list(buckets)
         self.memories = {bucket: cast(GatheredMemory, bucket.memory) for bucket in self.buckets}
+        self._memories = list(self.memories.values())
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.is_fetched = any(memory.is_fetched for memory in self.memories.values())
-        self.state = UnitState.SHARDED
-        self.is_sharded = True
+        self.is_sharded, self.is_unsharding = True, False
         self.not_sharded: dict[Unit, None] = {}
         self.holds = 0
-        self.followers: list[Callable[[], None]] = []
+        self.forms = Forms(self.memories)
+        # Exact values have other memory than rounded ones.
+        self._casts = any(memory.casts for memory in self.memories.values())
+        self._is_usual = True
         self.gather: Gather | None = None
         self._handles: list[Handle] = []
+        # The functions that start a gather of each bucket, made once per form of gathers, and those of the last gather.
+        self._starts_of: dict[Gather, list[partial[Handle]]] = {}
+        self._starts: list[partial[Handle]] = []
         self._parameters = [slot.parameter for slot in self.slots]
         ends = list(accumulate(len(bucket.slots) for bucket in self.buckets))
         self._part_of = {bucket: slice(end - len(bucket.slots), end) for bucket, end in zip(self.buckets, ends)}
         self._versions = list(map(_VERSION, self._parameters))
         self.unseen = UnseenEdits()
-        self._set_data = [
-            partial(memory.set_all_data, bucket.parameters, bucket.views) for bucket, memory in self.memories.items()
-        ]
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
+
+    @property
+    def state(self) -> UnitState:
+        """Changes from SHARDED to UNSHARDING, UNSHARDED, and back to SHARDED, in no other order."""
+        if self.is_sharded:
+            return UnitState.SHARDED
+        return UnitState.UNSHARDING if self.is_unsharding else UnitState.UNSHARDED
 
     @cached_property
     def passing_bytes(self) -> int:
@@ -98,23 +108,25 @@ class Unit:
             raise self._misplaced(UnitState.SHARDED)
         # Before the gather writes, because it would overwrite an edit of the sharded parameter without notice.
         self._refuse_edits()
-        self.state, self.is_sharded = UnitState.UNSHARDING, False
+        self.is_sharded, self.is_unsharding = False, True
         self.not_sharded[self] = None
-        self.gather = gather
-        for bucket, memory in self.memories.items():
-            self._handles.append(memory.gather(partial(gather.start, bucket), exactly=gather.is_exact))
+        if gather is not self.gather:
+            self.gather, self._is_usual = gather, not (self._casts and gather.is_exact)
+            self._starts = self._starts_of.get(gather) or self._prepare(gather)
+        for start in self._starts:
+            self._handles.append(start())
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for the all-gathers and makes the parameters whole."""
-        if self.state is not UnitState.UNSHARDING:
+        if not self.is_unsharding:
             raise self._misplaced(UnitState.UNSHARDING)
         if self.is_fetched:
             for memory in self.memories.values():
                 memory.arrive()
         while self._handles:
             self._handles.pop(0).finish()
-        self.state = UnitState.UNSHARDED
-        self._hang_parameters()
+        self.is_unsharding = False
+        self.forms.show(is_usual=self._is_usual)
         if self.unseen.watches:
             self.unseen.begin(self.buckets)
 
@@ -127,27 +139,30 @@ class Unit:
         Raises:
             RuntimeError: an edit cannot be copied into the shard.
         """
-        if self.state is not UnitState.UNSHARDED:
+        if self.is_sharded or self.is_unsharding:
             raise self._misplaced(UnitState.UNSHARDED)
         if list(map(_VERSION, self._parameters)) != self._versions:
             # Copies all values into the shard, including uncounted edits. No edit is lost then.
             self._take_in_edits()
         elif self.unseen.watches:
             self.unseen.refuse(self.buckets)
-        self.state, self.is_sharded = UnitState.SHARDED, True
+        self.is_sharded = True
         del self.not_sharded[self]
         if keeps:
             for bucket, memory in self.memories.items():
                 memory.stay()
                 memory.set_all_data(bucket.parameters, bucket.views)
-        else:
-            self.free()
+            return
+        # As in `free`.
+        for memory in self._memories:
+            memory.drop()
+        self.forms.hide()
 
     def free(self) -> None:
         """SHARDED: frees the parameters kept by `reshard`."""
-        for memory in self.memories.values():
+        for memory in self._memories:
             memory.drop()
-        self._hang_parameters()
+        self.forms.hide()
 
     def keep_edits(self) -> None:
         """Copies a script's edits of the whole parameters into the shard."""
@@ -171,7 +186,7 @@ class Unit:
     def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
         """Records a step's writes in the known versions, so that they do not count as the script's edits."""
         part, versions = self._part_of[bucket], self._versions
-        if len(stepped) == len(bucket.slots):
+        if stepped is bucket.slots:
             # The loop runs in C, because this is called for each bucket in each step.
             versions[part] = map((1).__add__, versions[part])
             return
@@ -197,11 +212,12 @@ class Unit:
             f"hf_zero: bug: {self!r} should be {expected.value} here. Open an issue with this traceback."
         )
 
-    def _hang_parameters(self) -> None:
-        for set_data in self._set_data:
-            set_data()
-        for follow in self.followers:
-            follow()
+    def _prepare(self, gather: Gather) -> list[partial[Handle]]:
+        starts = self._starts_of[gather] = [
+            partial(memory.gather, gather.starter_of(bucket), exactly=gather.is_exact)
+            for bucket, memory in self.memories.items()
+        ]
+        return starts
 
     def _take_in_edits(self) -> None:
         before = dict(zip(self._parameters, self._versions))
@@ -213,13 +229,13 @@ class Unit:
         self.keep_edits()
 
     def _refuse_edits(self) -> None:
-        for bucket, memory in self.memories.items():
+        for memory in self._memories:
             if memory.was_written():
-                raise _lost_edit(bucket.slots[0].name)
+                raise _lost_edit(next(bucket for bucket in self.buckets if bucket.memory is memory).slots[0].name)
+        parameters = self._parameters
         with look_only():
-            unchanged = list(map(_VERSION, self._parameters)) == self._versions
             # Fast path, for each gather, with possible false negatives. Then fall through to the exact check.
-            if unchanged and (all_are_hidden(self._parameters) or all(bucket.holds_all for bucket in self.buckets)):
+            if list(map(_VERSION, parameters)) == self._versions and hidden_classes.issuperset(map(type, parameters)):
                 return
             for slot, version in zip(self.slots, self._versions):
                 held = slot.bucket.memory.is_view(slot.parameter, slot.view)

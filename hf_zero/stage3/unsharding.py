@@ -16,13 +16,13 @@ import torch
 from ..comm.transport import Transport
 from ..engine.wire import Wire
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
-from ..hooks.tensors import is_in_backward, tensors_in
+from ..hooks.tensors import NO_TASK, graph_task, is_in_backward, tensors_in
 from ..hooks.weak import WeakMethod
 from ..step.common_starts import CommonStarts
 from ..step.gathers import Gather
 from .agreed_order import AgreedOrder
 from .transforms import is_transformed
-from .unit import Unit, UnitState
+from .unit import Unit
 from .unseen_edits import refuse_unseen_edits
 
 _VERSION, _PASSING_BYTES = attrgetter("_version"), attrgetter("passing_bytes")
@@ -68,12 +68,16 @@ class Unsharding:
         self._fetches = any(unit.is_fetched for unit in self.units)
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
-        self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        self._order = AgreedOrder(
+        self._order = order = AgreedOrder(
             [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
             transport,
             WeakMethod(self, Unsharding._take_part),
         )
+        # The numbers of the units' gathers in a forward and in a backward, and the units by these numbers.
+        self._numbers = {unit: order.number(index, backward=False) for index, unit in enumerate(self.units)}
+        self._backward_numbers = {unit: order.number(index, backward=True) for index, unit in enumerate(self.units)}
+        self._by_number = {number: unit for unit, number in self._numbers.items()}
+        self._by_backward_number = {number: unit for unit, number in self._backward_numbers.items()}
         # The unit in use, and the prefetched units.
         self._at: Unit | None = None
         self._ahead: list[Unit] = []
@@ -111,7 +115,7 @@ class Unsharding:
         """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
         tensors = _with_bases(tensors_in(inputs))
         self._versions[unit] = dict(zip(map(id, tensors), map(_VERSION, tensors)))
-        if is_in_backward():
+        if graph_task() != NO_TASK:
             self.before_backward(unit)
             return
         if not self._running:
@@ -135,11 +139,14 @@ class Unsharding:
             self._watch(unit, tensors)
             if has_returned and not tensors:
                 self._kept.add(unit)
-        if is_in_backward():
+        if graph_task() != NO_TASK:
             return
-        if unit in self._running:
+        running = self._running
+        if running and running[-1] is unit:
+            running.pop()
+        elif unit in running:
             # Also remove units inside this one: after an exception, their own `after_forward` may not have run.
-            del self._running[self._running.index(unit) :]
+            del running[running.index(unit) :]
         if unit is self._root and outputs is not None and not all(each.holds for each in self.units):
             # Not after an exception, because other ranks without one still need this rank in their gathers. Not if all units are
             # held either, because only one rank may run the model then.
@@ -188,8 +195,8 @@ class Unsharding:
             self._is_backward_open = True
             self._builds_graph = False
             self._at = None
-        self._builds_graph |= builds_graph
-        self._keeps_all |= builds_graph
+        if builds_graph:
+            self._builds_graph = self._keeps_all = True
         self._use(unit, backward=True)
 
     def end_gathers(self) -> None:
@@ -278,23 +285,23 @@ class Unsharding:
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
         root = self._root
-        if self._at is unit and unit is not root and unit.state is UnitState.UNSHARDED:
+        if self._at is unit and unit is not root and not (unit.is_sharded or unit.is_unsharding):
             # The next layer of the same unit.
             return
         self._at, ahead = unit, self._ahead
-        if unit in ahead:
+        if ahead and ahead[0] is unit:
+            del ahead[0]
+        elif unit in ahead:
             # Also remove earlier prefetched units, which this rank has skipped.
             del ahead[: ahead.index(unit) + 1]
         if self.reshards_after_forward and unit is not root:
             others = self._not_sharded.keys() - {unit, root}
             if others and (others := others.difference(ahead, self._running)):
                 # Release before the gather. Otherwise the new layer would need memory in addition to the finished one.
-                self._drop(self._in_order(others))
+                self._drop(self._in_order(others) if len(others) > 1 else others)
         # Start this unit's gather before the prefetches, because gathers run in order, and this unit is needed first.
         self._reach(unit, backward=backward)
-        while len(ahead) < self._prefetch and self._has_room():
-            if not self._gather_expected(backward=backward):
-                break
+        self._gather_ahead(backward=backward)
         if self._fetches:
             # Offloaded shards may be slow to read, so fetch them while the gathers before theirs run.
             following = self._order.expected(self._prefetch + 1 - len(ahead))
@@ -307,34 +314,38 @@ class Unsharding:
 
     def _reach(self, unit: Unit, *, backward: bool) -> None:
         """Starts a unit's gather, in the agreed order, unless the unit is whole."""
-        number = self._order.number(self._numbers[unit], backward=backward)
+        number = (self._backward_numbers if backward else self._numbers)[unit]
         if unit.is_sharded:
             self._order.reach(number)
             self._start_for(unit, backward=backward)
         else:
             self._order.use(number)
 
-    def _gather_expected(self, *, backward: bool) -> bool:
-        """Prefetches the next unit, if the next gather is known and of the same pass; returns whether a gather was started."""
-        order, count = self._order, len(self.units)
-        following = order.following
-        if following is None or (following >= count) is not backward:
-            return False
-        unit = self.units[following % count]
-        if not unit.is_sharded:
-            return False
-        order.note(following)
-        self._start_for(unit, backward=backward)
-        self._ahead.append(unit)
-        return True
+    def _gather_ahead(self, *, backward: bool) -> None:
+        """Prefetches units, as long as the next gather is known and of the same pass."""
+        order, ahead, prefetch = self._order, self._ahead, self._prefetch
+        units = self._by_backward_number if backward else self._by_number
+        while len(ahead) < prefetch:
+            # First a fast check for the usual case.
+            if len(self._not_sharded) - (not self._root.is_sharded) > prefetch and not self._has_room():
+                return
+            following = order.following
+            # None, a number of the other pass, or an end.
+            if following is None or (unit := units.get(following)) is None or not unit.is_sharded:
+                return
+            order.note(following)
+            self._start_for(unit, backward=backward)
+            ahead.append(unit)
 
     def _start_for(self, unit: Unit, *, backward: bool) -> None:
         if backward:
             self._start(unit, self._wire.backward)
-            return
-        if torch.is_grad_enabled() is self._backward_follows:
+        elif torch.is_grad_enabled() is self._backward_follows:
             self._start(unit, self._wire.forward)
-            return
+        else:
+            self._start_in_mode_of_pass(unit)
+
+    def _start_in_mode_of_pass(self, unit: Unit) -> None:
         # Reentrant checkpointing runs a layer without gradients, but a rank that skips the layer joins its gather with gradients
         # enabled. Use the mode of the whole pass, so that either all ranks keep a secondary shard or none does.
         with torch.set_grad_enabled(self._backward_follows):
@@ -367,13 +378,11 @@ class Unsharding:
 
     def _has_room(self) -> bool:
         """Whether one more layer may be prefetched."""
-        if len(self._not_sharded) - (self._root in self._not_sharded) <= self._prefetch:
-            # Fast path for the usual case.
-            return True
         passing = [unit for unit in self._not_sharded if not (unit.holds or unit is self._root)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
 
     def _start(self, unit: Unit, gather: Gather) -> None:
+        # Not if this rank has joined the gather for other ranks, and the unit is kept.
         if unit.is_sharded:
             unit.start_unshard(gather)
             # A kept unit also counts. Its state is SHARDED, but its parameters are whole on this rank.
@@ -382,20 +391,22 @@ class Unsharding:
                 self.peak_bytes = gathered
 
     def _finish(self, unit: Unit) -> None:
-        if unit.state is UnitState.UNSHARDING:
+        if unit.is_unsharding:
             starts = self._order.starts
             # The dict is empty in a forward.
             if starts.before:
-                before = starts.before.get(self._order.number(self._numbers[unit], backward=True))
+                before = starts.before.get(self._backward_numbers[unit])
                 # None if the forward has gathered the unit. Then all ranks have already started the gather.
                 if before is not None:
                     starts.keep_promise(*before)
             unit.finish_unshard()
 
     def _drop(self, units: Iterable[Unit]) -> None:
-        for unit in () if self._keeps_all else units:
-            if not unit.is_sharded and not unit.holds:
-                if unit.state is UnitState.UNSHARDING:
+        if self._keeps_all:
+            return
+        for unit in units:
+            if not (unit.is_sharded or unit.holds):
+                if unit.is_unsharding:
                     # The running gather writes to the memory freed by the reshard.
                     self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)

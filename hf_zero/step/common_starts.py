@@ -67,10 +67,13 @@ class CommonStarts:
         """Adds a gather to the way of all ranks."""
         if self._has_ended:
             self._begin()
+        if not is_backward:
+            # No promise is made for a way that ends in a forward.
+            self._way = hash((self._way, number))
+            return
         way = self._way
-        if is_backward:
-            self.before[number] = way, self.sure
-            self._ways.append(way)
+        self.before[number] = way, self.sure
+        self._ways.append(way)
         # The same as in `_go`, inlined for speed.
         self._way = way = hash((way, number))
         promised = self._promised.get(way, 0)

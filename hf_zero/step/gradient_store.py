@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch.autograd.graph import increment_version
 
-from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.bucket import Bucket, ParameterSlot, Row, await_gradients
 from ..buckets.memory import clear_padding
 from ..buckets.sharded import widen
 from ..comm.steps_in_order import StepsInOrder
@@ -24,6 +24,7 @@ from .reductions import Reduction
 # of the bucket's rows. The stores differ in the lifetimes of the buffers. They share the code of the pass (backward.py).
 
 _FORM, _GRAD = attrgetter("dtype", "layout"), attrgetter("grad")
+_PLAIN = {torch.Tensor}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,11 @@ class GradientStore(ABC):
     @abstractmethod
     def release(self, bucket: Bucket) -> None:
         """Frees memory not needed from the step to the next backward."""
+
+    def release_all(self, buckets: Iterable[Bucket]) -> None:
+        """Calls `release` of each bucket."""
+        for bucket in buckets:
+            self.release(bucket)
 
     @abstractmethod
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -169,25 +175,26 @@ class GradientStore(ABC):
         """Writes all gradients of a bucket at once, times the share, as the first of this pass, and sets `p.grad` as `put` does.
 
         Args:
-            gradients: plain tensors, one per slot. Accumulated gradients may be views of the bucket's lasting buffer.
+            gradients: one per slot. Accumulated gradients may be views of the bucket's lasting buffer.
 
         Returns:
-            False if nothing was written, because dtypes, layouts or storages do not fit.
+            False if nothing was written, because classes, dtypes, layouts or storages do not fit.
         """
+        # An undefined gradient is None.
+        if not _PLAIN.issuperset(map(type, gradients)) or bucket in self._open:
+            return False
         if set(map(_FORM, gradients)) != {(bucket.precision.reduce, torch.strided)}:
             return False
-        if bucket in self._open:
-            return False
-        if not self._accumulates(bucket):
-            flat = self._open[bucket] = self._buffer_for_whole(bucket)
-            bucket.slot_views.fill(flat, gradients, bucket.share)
-        else:
+        if self._accumulates(bucket):
             flat = self._lasting_buffer(bucket)
             if not bucket.are_in_slots(flat, gradients):
                 return False
             self._open[bucket] = flat
             if bucket.share != 1.0:
                 flat.mul_(bucket.share)
+        else:
+            flat = self._open[bucket] = self._buffer_for_whole(bucket)
+            bucket.slot_views.fill(flat, gradients, bucket.share)
         self._whole.add(bucket)
         return True
 
@@ -227,7 +234,14 @@ class GradientStore(ABC):
 
     def start(self, bucket: Bucket) -> None:
         """Starts the bucket's reduction, with zeros in slots without a gradient."""
-        self._start(bucket)
+        is_whole = self._is_put_whole(bucket)
+        if not is_whole:
+            self._put_rest(bucket)
+        self._start(bucket, is_whole=is_whole)
+
+    @abstractmethod
+    def _put_rest(self, bucket: Bucket) -> None:
+        """Puts gradients of earlier `no_sync` micro-batches for which no hook has run in this pass."""
 
     def start_unfilled(self, bucket: Bucket) -> None:
         """Starts the bucket's reduction while autograd may still add to the sums of `no_sync` micro-batches in `p.grad`.
@@ -236,11 +250,10 @@ class GradientStore(ABC):
         """
         self._start(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, *, is_whole: bool = False) -> None:
         flat = self._open.get(bucket)
         if flat is None:
             flat = self._buffer(bucket)
-        is_whole = self._is_put_whole(bucket)
         if not is_whole:
             for slot in bucket.slots:
                 if not slot.arrived:
@@ -298,8 +311,7 @@ class GradientStore(ABC):
             self.finish(bucket)
         arriving, self._arriving = self._arriving, []
         if not self.goes_on:
-            for bucket in arriving:
-                bucket.await_gradient()
+            await_gradients(arriving)
 
     def discard_open(self) -> None:
         """Drops buffers left partly filled by a failed backward."""

@@ -72,16 +72,11 @@ class ReplicatedGradients(GradientStore):
         self._keep(bucket, flat)
         return flat
 
-    def start(self, bucket: Bucket) -> None:
-        if self._is_put_whole(bucket):
-            super().start(bucket)
-            return
+    def _put_rest(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if not slot.arrived and slot.parameter.grad is not None:
-                # A gradient of `no_sync` micro-batches. This pass reduces it, too.
                 slot.used = True
                 self.put(slot, slot.parameter.grad)
-        super().start(bucket)
 
     def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._lasting:

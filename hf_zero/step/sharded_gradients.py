@@ -106,6 +106,13 @@ class ShardedGradients(GradientStore):
             # Not if offloaded, because a copy to the tier may still read the buffer. The padding reads as zero afterwards.
             reservation.release()
 
+    def release_all(self, buckets: Iterable[Bucket]) -> None:
+        if self._buffers == "pooled" and not (self._accumulated or self._reservations):
+            # The same as `release` for each bucket, in a loop in C.
+            deque(map(self._shards.pop, buckets, repeat(None)), maxlen=0)
+        else:
+            super().release_all(buckets)
+
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         parameter, sharded_gradient = slot.parameter, slot.sharded_gradient
         # Before `grad` is replaced below. A `ShardedGradient` there means that this gradient adds to those of earlier passes.
@@ -162,12 +169,9 @@ class ShardedGradients(GradientStore):
             if not is_there:
                 slot.parameter.grad = slot.sharded_gradient
 
-    def start(self, bucket: Bucket) -> None:
-        if self._is_put_whole(bucket):
-            super().start(bucket)
-            return
+    def _put_rest(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
-            # Unused in this pass. Earlier `no_sync` micro-batches may have left a sum, for which no hook will run.
+            # Earlier `no_sync` micro-batches may have left a sum.
             if not slot.arrived:
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
@@ -176,7 +180,6 @@ class ShardedGradients(GradientStore):
                 if gradient is not None:
                     slot.used = True
                     self.put(slot, gradient)
-        super().start(bucket)
 
     def start_unfilled(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
@@ -254,28 +257,30 @@ class ShardedGradients(GradientStore):
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """Returns the memory for the reduced shard, (shard_numel,) of the dtype of the reduction's result."""
-        precision, is_lent = bucket.precision, bucket in self._lent
-        own, fits = bucket.own_interval, precision.reduced == precision.reduce
-        if fits and not is_lent:
-            # In place, because this rank does not need the other parts of its buffer.
-            return flat[own.start : own.stop]
-        if bucket.tier.is_apart:
-            # Separate memory, because the copy to the host still reads the shard after the next bucket has got the buffer.
-            return self._scratch(bucket)
-        if precision.reduced == bucket.gradient_dtype and all(map(is_, map(_GRAD, bucket.row_tensors), repeat(None))):
-            return self._shard(bucket)
-        return flat[own.start : own.stop] if fits else self._scratch(bucket)
+        reduced = bucket.precision.reduced
+        fits = reduced == bucket.precision.reduce
+        if not (fits and bucket not in self._lent):
+            if bucket.tier.is_apart:
+                # Separate memory, because the copy to the host still reads the shard after the next bucket has got the buffer.
+                return self._scratch(bucket)
+            if reduced == bucket.gradient_dtype and all(map(is_, map(_GRAD, bucket.row_tensors), repeat(None))):
+                return self._shard(bucket)
+            if not fits:
+                return self._scratch(bucket)
+        # In place, because this rank does not need the other parts of its buffer.
+        own = bucket.own_interval
+        return flat[own.start : own.stop]
 
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        reduced = self._targets.pop(bucket)
-        if bucket not in self._lent:
-            target = reduced if self._stays_in_place(bucket) else self._shard(bucket)
-            return self._leave(bucket, reduced, target, going_on)
-        self._in_flight.remove(bucket)
-        arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
-        self._scratches.pop(bucket, None)
-        # After the copy out of the buffer, because the next bucket fills the buffer at once.
-        self._pool.release(bucket, self._lent.pop(bucket))
+        reduced, is_lent = self._targets.pop(bucket), bucket in self._lent
+        if is_lent:
+            self._in_flight.remove(bucket)
+        target = reduced if not is_lent and self._stays_in_place(bucket) else self._shard(bucket)
+        arrival = self._leave(bucket, reduced, target, going_on)
+        if is_lent:
+            self._scratches.pop(bucket, None)
+            # After the copy out of the buffer, because the next bucket fills the buffer at once.
+            self._pool.release(bucket, self._lent.pop(bucket))
         return arrival
 
     def _stays_in_place(self, bucket: Bucket) -> bool:
@@ -293,7 +298,8 @@ class ShardedGradients(GradientStore):
 
     def _keep_shard(self, bucket: Bucket, shard: torch.Tensor) -> None:
         self._shards[bucket] = shard
-        self._shard_bytes[bucket] = max(shard.nbytes, self._shard_bytes.get(bucket, 0))
+        if shard.nbytes > self._shard_bytes.get(bucket, 0):
+            self._shard_bytes[bucket] = shard.nbytes
 
     def _widen(self, bucket: Bucket) -> None:
         """Moves the rows' gradients into a shard of the master dtype, for sums."""

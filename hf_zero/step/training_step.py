@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import is_
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ..buckets.bucket import (
     end_step_of,
     refuse_norms_of,
     rows_with_gradient,
+    unsharded,
 )
 from ..buckets.memory import UnshardedMemory
 from ..comm.ledger import Label
@@ -553,7 +554,7 @@ class TrainingStep:
         # Reversed, because gradients fill buckets from the last layer on, and the next forward reads the first layer first.
         self._written, self._to_send = set(), deque(reversed(buckets))
         # If nothing is sent, all masters are written back together.
-        is_sent = self._parts.tier.is_apart or any(isinstance(bucket.memory, UnshardedMemory) for bucket in buckets)
+        is_sent = self._parts.tier.is_apart or bool(unsharded(buckets))
         self._sends_early = is_sent and self._may_send_early and sharded.keeps_stepped_rows
         if self._parts.tier.cores is not None:
             self._parts.tier.cores.take()
@@ -632,19 +633,18 @@ class TrainingStep:
         parts = self._parts
         self._enter(TrainingState.STEP)
         parts.storage.after_step()
-        left = [bucket for bucket in buckets if bucket not in self._written]
+        left = list(filterfalse(self._written.__contains__, buckets))
         # Copy masters into parameters before any send, because the gather reads the parameters' shard.
         parts.storage.write_back(left)
         if parts.tier.cores is not None:
             parts.tier.cores.release()
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
-        for bucket, stepped in end_step_of(buckets).items():
-            if self._gathers_layers:
-                parts.sharded.follow_step(bucket, stepped)
-        for bucket in buckets:
-            # Free gradients before the gathers begin, because the gathers need memory for buffers.
-            self.store.release(bucket)
+        stepped_of = end_step_of(buckets)
+        if self._gathers_layers:
+            parts.sharded.follow_step(stepped_of)
+        # Free gradients before the gathers begin, because the gathers need memory for buffers.
+        self.store.release_all(buckets)
         if parts.replicas is not None:
             parts.replicas.after_update(optimizer, buckets)
         # Sent last, because the values must be stepped, written back and, with outer steps, averaged.

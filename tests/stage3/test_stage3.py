@@ -48,6 +48,7 @@ from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.mixins import mix_in
 from hf_zero.hooks.weak import engine_attached_to
+from hf_zero.stage3.sharded_model import computing_in
 
 pytestmark = pytest.mark.timeout(120)
 # In the short run, `test_no_setting_changes_a_digit` has the others alone.
@@ -1154,6 +1155,21 @@ def test_what_a_forward_changes_of_its_layers_parameters_stays(rank, world_size)
     assert no_unit_is_whole(engine)
     assert looks[model] == looks[reference]
     assert_equal(model.state_dict(), reference.state_dict())
+
+
+@on_shared_ranks
+def test_an_evaluation_in_another_dtype_between_steps_computes_in_it_and_training_does_not(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    reference = copy.deepcopy(model)
+    engine = ZeroEngine(model, [sgd(model)], SHARDED | {"unit_modules": ["Linear"]})
+    expected, values = copy.deepcopy(reference).bfloat16(), torch.ones(1, WIDTH)
+    for _ in range(3):
+        for _ in range(2):
+            assert torch.equal(model(values), reference(values))
+        with computing_in(model, engine.sharded, torch.bfloat16), torch.no_grad():
+            assert torch.equal(model(values.bfloat16()), expected(values.bfloat16()))
+    assert no_unit_is_whole(engine)
 
 
 # ---- what only some ranks run ----
