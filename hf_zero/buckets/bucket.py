@@ -1,9 +1,9 @@
 """Buckets of parameters reduced together, the slots of the parameters, and this rank's shards."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress, repeat, takewhile
+from itertools import chain, compress, filterfalse, repeat, takewhile
 from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +45,7 @@ _STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgette
 _SLOT_OF, _PARAMETER_OF = attrgetter("slot"), attrgetter("slot.parameter")
 _SLOT_VERSION, _FOLLOWED_VERSION = attrgetter("version"), attrgetter("slot.version")
 _MEMORY = attrgetter("memory")
+_ARRIVAL, _IS_AWAY, ROWS_ARE_PARAMETERS = map(attrgetter, ("arrival", "is_away", "rows_are_parameters"))
 
 
 def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
@@ -176,8 +177,7 @@ def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
             # Inlines `has_gradient`, because this runs for each parameter in each step.
             rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
     # The order does not matter: each wait is for this rank's own copies and involves no other rank.
-    for bucket in set(map(BUCKET_OF, rows)):
-        bucket.await_gradient()
+    await_gradients(set(map(BUCKET_OF, rows)))
     return rows
 
 
@@ -413,6 +413,12 @@ class Bucket:
                 found.append((number, part))
         return found
 
+    @cached_property
+    def _only_run(self) -> Interval | None:
+        """The interval of the only run, if the run is the whole shard."""
+        whole = Interval(0, self.layout.shard_numel)
+        return whole if [part for _, part in self.row_runs] == [whole] else None
+
     def flat_gradients(self) -> list[tuple[Interval, torch.Tensor]] | None:
         """Returns the rows' gradients as the fewest flat views; None if the gradients are laid out differently or not plain.
 
@@ -449,9 +455,13 @@ class Bucket:
         """Makes the gradients of all rows views of `flat`, (shard_numel,)."""
         views = self.row_views.of(flat)
         with look_only():
-            set_all(self.row_tensors, "grad", views)
+            # As in `set_all`, for speed.
+            any(map(setattr, self.row_tensors, repeat("grad"), views))
         if views:
-            flats = [(interval, flat[interval.start : interval.stop]) for _, interval in self.row_runs]
+            # The rows of most buckets are the whole shard, without padding.
+            whole = self._only_run
+            runs = self.row_runs
+            flats = [(whole, flat)] if whole else [(part, flat[part.start : part.stop]) for _, part in runs]
             self.laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
 
     def forget_laid(self) -> None:
@@ -695,7 +705,7 @@ def allow_norms_of(buckets: Iterable[Bucket]) -> None:
 
 
 def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
-    return [bucket for bucket in buckets if not bucket.rows_are_parameters]
+    return list(filterfalse(ROWS_ARE_PARAMETERS, buckets))
 
 
 _LAID, _VIEWS, _ADDRESSES, _FLATS = map(attrgetter, ("laid", "views", "addresses", "flats"))
@@ -718,11 +728,17 @@ def laid_gradients_of(
     return list(map(_FLATS, laid)), found[0]
 
 
+def await_gradients(buckets: Collection[Bucket]) -> None:
+    """Calls `await_gradient` of all buckets."""
+    if not all(map(is_, map(_ARRIVAL, buckets), repeat(ARRIVED))):
+        for bucket in buckets:
+            bucket.await_gradient()
+
+
 def begin_step_of(buckets: Sequence[Bucket]) -> None:
     """Calls `begin_step` of all buckets unless a fast check shows there is nothing to do."""
-    for bucket in buckets:
-        bucket.await_gradient()
-    if not any(bucket.rows_are_parameters or bucket.is_away for bucket in buckets):
+    await_gradients(buckets)
+    if not (any(map(ROWS_ARE_PARAMETERS, buckets)) or any(map(_IS_AWAY, buckets))):
         with look_only():
             stand_ins = _all(buckets, _STAND_INS)
             versions = map(_VERSION, _all(buckets, _ROW_PARAMETERS))

@@ -2,7 +2,8 @@
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import repeat
+from functools import partial
+from itertools import chain, repeat, starmap
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -53,7 +54,7 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
         flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [b.flat_gradients() for b in buckets]
         if all(map(is_not, flats, repeat(None))):
             # The usual case, without a Python loop over rows.
-            return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat]
+            return list(starmap(partial(Run, phase), chain.from_iterable(flats)))
     return _runs_row_by_row(rows, phase_of)
 
 

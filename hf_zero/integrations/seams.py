@@ -34,7 +34,7 @@ REPLACED_CLASSES: Mapping[str, str] = {
     "resuming and preparing. accelerate's optimizers, which schedulers ask whether a step was skipped. "
     "GradScalers already held by a script or accelerate; "
     "test_accelerate.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
-    "buckets/gathered_memory": "The same parameters, many in one loop; "
+    "stage3/forms": "The same parameters, many in one loop; "
     "test_accelerate.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
     "hooks/guards": "Parameters whose values are sharded or still arriving: reads raise or wait, and no operation can bypass "
     "this. Gradients in an optimizer's groups, whose norm a script may mistake for the whole gradient's; "

@@ -5,15 +5,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from itertools import chain, filterfalse, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..arithmetic.flat import FLOAT_DTYPES, runs_triton
-from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
+from ..buckets.bucket import (
+    BUCKET_OF,
+    GRADIENT_OF,
+    ROWS_ARE_PARAMETERS,
+    TENSOR_OF,
+    Bucket,
+    Row,
+    laid_gradients_of,
+)
 from ..buckets.rows import Coded
 from ..buckets.runs import Run, runs_of
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
@@ -488,8 +496,14 @@ class _Stepped:
         )
 
 
-_MASTER, _COPY = attrgetter("master"), attrgetter("copy_to_write")
+_MASTER, _COPY, _DTYPE = attrgetter("master"), attrgetter("copy_to_write"), attrgetter("dtype")
+_FIRST, _TENSOR = itemgetter(0), itemgetter(1)
 _FLOATS = frozenset(FLOAT_DTYPES)
+
+
+def _dtypes_of(flats_of: Iterable[Sequence[tuple[Interval, torch.Tensor]]]) -> Iterator[torch.dtype]:
+    """Yields the dtype of each bucket's flat gradients, in a loop in C."""
+    return map(_DTYPE, map(_TENSOR, map(_FIRST, flats_of)))
 
 
 class KernelStep(BucketStep):
@@ -591,7 +605,7 @@ class KernelStep(BucketStep):
         if len(entries) != len(last.entries) or not all(map(is_, entries, last.entries)):
             return False
         flats_of, coefficient = laid
-        if not _FLOATS.issuperset(flats[0][1].dtype for flats in flats_of):
+        if not _FLOATS.issuperset(_dtypes_of(flats_of)):
             return False
         # Call this last, because the form counts the step.
         again = self._form.again(list(chain.from_iterable(last.rows)), last.counted)
@@ -604,12 +618,15 @@ class KernelStep(BucketStep):
             take_coefficients(cast(Any, list(map(GRADIENT_OF, last.tensors))))
         is_as_before = self._scalars[0] is multiplier and self._scalars[1] is found_inf
         runs_kernel = runs_triton(buckets[0].device)
-        by_bucket = zip(buckets, last.places, last.launches, flats_of, last.copies)
-        for bucket, places, launches, flats, copy in by_bucket:
+        all_places = list(chain.from_iterable(last.places))
+        set_all(all_places, "gradient", map(_TENSOR, chain.from_iterable(flats_of)))
+        set_all(all_places, "multiplier", repeat(multiplier))
+        set_all(all_places, "found_inf", repeat(found_inf))
+        set_all(all_places, "is_as_before", repeat(True))
+        set_all(last.places[0], "is_as_before", repeat(is_as_before))
+        for bucket, places, launches, copy in zip(buckets, last.places, last.launches, last.copies):
             settings = reads[bucket.key.group].settings(phase)
-            for place, launch, (_, gradient) in zip(places, launches, flats):
-                place.gradient, place.multiplier, place.found_inf = gradient, multiplier, found_inf
-                place.is_as_before = is_as_before
+            for place, launch in zip(places, launches):
                 if launch is not None and is_as_before and runs_kernel:
                     launch(place, settings.scalars)
                 else:
@@ -621,7 +638,7 @@ class KernelStep(BucketStep):
             stepped(bucket)
             is_as_before = True
         # The gradients' memory is free for the next forward.
-        set_all(chain.from_iterable(last.places), "gradient", repeat(last.nothing))
+        set_all(all_places, "gradient", repeat(last.nothing))
         self._scalars = multiplier, found_inf
         noted[buckets[0]] = last
         return True
@@ -872,7 +889,7 @@ class KernelShare:
     def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """Returns the buckets whose parameters, in addition to the master, no kernel has written since the last call."""
         written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
-        return [bucket for bucket in buckets if bucket not in written]
+        return list(filterfalse(written.__contains__, buckets))
 
     def clip_later(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> list[Row]:
         """Leaves the clipping of gradients to the kernels which read them; returns the rows of all other gradients.
@@ -882,7 +899,7 @@ class KernelShare:
         if coefficient is None:
             return []
         # If rows are parameters, none has a clipped gradient; see `ClippedGradient`.
-        mine = {bucket for bucket in self._mine if not bucket.rows_are_parameters}
+        mine = set(filterfalse(ROWS_ARE_PARAMETERS, self._mine))
         if not mine:
             return list(rows)
         left: list[Row] = []

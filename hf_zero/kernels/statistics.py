@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ from .base import check_scalar, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+_GRADIENT, _DEVICE = attrgetter("gradient"), attrgetter("device")
 
 
 # ---- Statistics of all gradients of a step: the sum of squares, and the number of non-finite ones ----
@@ -71,15 +74,12 @@ def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     device = shards[0].device
     part_counts = [ceil_div(shard.numel(), PART_NUMEL) for shard in shards]
     parts = sum(part_counts)
+    # One split of each tensor, instead of a slice for each shard.
     squares = torch.empty(parts, dtype=torch.float32, device=device)
     counts = torch.empty(parts, dtype=torch.int32, device=device)
-    first = 0
-    for shard, part_count in zip(shards, part_counts):
+    for shard, part_count, *of_shard in zip(shards, part_counts, squares.split(part_counts), counts.split(part_counts)):
         if part_count:
-            _sum_parts[(part_count,)](
-                shard, squares[first:], counts[first:], shard.numel(), PART=PART_NUMEL, BLOCK=BLOCK_NUMEL, num_warps=8
-            )
-        first += part_count
+            _sum_parts[(part_count,)](shard, *of_shard, shard.numel(), PART=PART_NUMEL, BLOCK=BLOCK_NUMEL, num_warps=8)
     out = torch.empty(2, dtype=torch.float64, device=device)
     # Round up to a power of two, so shards of many sizes share a few compiled kernels.
     steps = 1 << (ceil_div(parts, PARTS_A_STEP) - 1).bit_length() if parts else 0
@@ -200,11 +200,13 @@ class NormByKernels(GradientNorm):
             return super()._measure(rows, norm_type, max_norm)
         if not have_gradients(map(TENSOR_OF, rows)):
             rows = [row for row in rows if row.tensor.grad is not None]
-        flats = [run.gradient for run in runs_of(rows)]
+        flats = list(map(_GRADIENT, runs_of(rows)))
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         # Gradients in host memory are measured on the host.
-        for memory in {flat.device for flat in flats}:
-            mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self.device)
+        memories = set(map(_DEVICE, flats))
+        for memory in memories:
+            of_memory = flats if len(memories) == 1 else [flat for flat in flats if flat.device == memory]
+            mine += gradient_statistics(of_memory).to(self.device)
         scalars = step_scalars(self.among.agree_sum(mine, NORM_LABEL), max_norm)
         return Measured(
             norm=scalars[NORM],

@@ -162,12 +162,14 @@ class BucketSteps:
         else:
             rows_of = {bucket: _rows_with_gradients(bucket) for bucket in buckets}
         try:
-            left = {bucket: rows for bucket, rows in rows_of.items() if rows}
-            # Report buckets without a step, too: ranks send in the same order, and a missing bucket would block all later
-            # ones.
-            for bucket in rows_of:
-                if bucket not in left:
-                    self._stepped(bucket)
+            left = rows_of
+            if not all(rows_of.values()):
+                left = {bucket: rows for bucket, rows in rows_of.items() if rows}
+                # Report buckets without a step, too: ranks send in the same order, and a missing bucket would block all later
+                # ones.
+                for bucket in rows_of:
+                    if bucket not in left:
+                        self._stepped(bucket)
             self._step_each(left)
         except OffloadError as error:
             self._broken = error

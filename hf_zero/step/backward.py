@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.guards import look_only
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
-from ..hooks.tensors import differentiable_tensors, is_in_backward
+from ..hooks.tensors import differentiable_tensors, is_in_backward, set_all
 from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
 from ..presence.arrivals import in_words
@@ -28,7 +29,7 @@ from .gradient_store import GradientStore
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
 _GRAD, _ARRIVED, _PARAMETER = attrgetter("grad"), attrgetter("arrived"), attrgetter("parameter")
-_PLAIN = {torch.Tensor}
+_IS_WHOLE = attrgetter("is_whole")
 _LOST = 255
 """Sent instead of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
 _FIRST_PASSES, _MOST_PASSES = 2, 64
@@ -201,6 +202,7 @@ class Gradients:
             first = self._fillings[-1].first + len(self._fillings[-1].bucket.slots) if self._fillings else 0
             self._fillings.append(_Filling(bucket, len(self._fillings), first))
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
+        self._counts = [len(bucket.slots) for bucket in self._buckets]
         self.store = store
         self.transport = transport
         # A parameter's hook holds a list of parameters. Python's garbage collector does not see through torch's hooks, so a list
@@ -247,6 +249,8 @@ class Gradients:
 
     def _learn(self) -> None:
         """After a reducing pass, switches buckets between one Python hook and a Python hook per parameter."""
+        if all(map(_IS_WHOLE, self._fillings)):
+            return
         for filling in self._fillings:
             if filling.last is None:
                 takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, filling.bytes_to_come)
@@ -428,16 +432,17 @@ class Gradients:
         self._held.clear()
 
     def _begin_pass(self) -> None:
-        for filling in self._fillings:
-            if filling.is_whole:
+        fillings = self._fillings
+        if not all(map(_IS_WHOLE, fillings)):
+            for filling in fillings:
                 # The slots of a bucket handled as a whole hold no notes, so they need no reset.
-                filling.is_whole = False
-            else:
-                for slot in filling.bucket.slots:
+                for slot in () if filling.is_whole else filling.bucket.slots:
                     slot.used = slot.used_elsewhere = slot.continues = False
-            filling.awaited = len(filling.bucket.slots)
-            filling.is_plain, filling.completed_by = True, None
-            filling.arrived.clear()
+        set_all(fillings, "is_whole", repeat(False))
+        set_all(fillings, "awaited", self._counts)
+        set_all(fillings, "is_plain", repeat(True))
+        set_all(fillings, "completed_by", repeat(None))
+        _clear(map(_ARRIVED, fillings))
         self._next = self.starts.started = 0
         self._late.clear()
         self._passed_over.clear()
@@ -461,12 +466,14 @@ class Gradients:
         if not self._end_is_queued:
             self._queue_end()
         bucket = filling.bucket
-        filling.arrived.append(cast(ParameterSlot, filling.last).parameter)
+        assert filling.last is not None
+        filling.arrived.append(filling.last.parameter)
         if self._may_take_whole(filling):
             with look_only():
                 gradients = list(map(_GRAD, bucket.parameters))
-            self._touch()
-            if _PLAIN.issuperset(map(type, gradients)) and self.store.put_whole(bucket, gradients):
+            # As in `_touch`.
+            self._touched = True
+            if self.store.put_whole(bucket, gradients):
                 # Free the gradients before the reduction starts, which may need as much memory.
                 del gradients
                 filling.is_whole, filling.awaited = True, 0
@@ -501,9 +508,8 @@ class Gradients:
             self._take(filling.slot_of[cast(nn.Parameter, parameter)], has_graph=has_graph, is_readable=is_readable)
 
     def _take_all_arrived(self) -> None:
-        for filling in self._fillings:
-            if filling.arrived:
-                self._take_arrived(filling)
+        for filling in filter(_ARRIVED, self._fillings):
+            self._take_arrived(filling)
 
     def _take(self, slot: ParameterSlot, *, has_graph: bool | None, is_readable: bool) -> None:
         """Handles one gradient.
@@ -727,7 +733,7 @@ class Gradients:
         if late:
             self.store.finish_all()
         self.store.end_pass()
-        slots = [slot for filling in fillings if not filling.is_whole for slot in filling.bucket.slots]
+        slots = [slot for filling in filterfalse(_IS_WHOLE, fillings) for slot in filling.bucket.slots]
         if slots:
             with look_only():
                 self.store.finish_slots(slots)
@@ -773,16 +779,13 @@ class Gradients:
 
     def _start_agreement(self, stop: int) -> Callable[[], torch.Tensor]:
         """Sends this rank's used parameters, its buckets with late gradients, `stop`, and its settings."""
-        used = [
-            b"\1" * len(filling.bucket.slots)
-            if filling.is_whole
-            else bytes([slot.used for slot in filling.bucket.slots])
-            for filling in self._fillings
-        ]
+        used = b"\1" * len(self._slots)
+        if not all(map(_IS_WHOLE, self._fillings)):
+            used = bytes(filling.is_whole or slot.used for filling in self._fillings for slot in filling.bucket.slots)
         late = bytes([bucket in self._late for bucket in self._buckets]) if self._late else bytes(len(self._buckets))
         self._digest = self._settings.digest()
         # Sent in one message, because each further message would add its latency to the end of every backward.
-        local = bytearray(b"".join([*used, late, bytes([stop]), self._digest]))
+        local = bytearray(b"".join([used, late, bytes([stop]), self._digest]))
         return self.transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
@@ -793,9 +796,7 @@ class Gradients:
         self.settings_differ |= bytes(found[-len(self._digest) :]) != self._digest
         # Kept until the step, which may follow several micro-batches later.
         self.stop_agreed = max(self.stop_agreed, stop)
-        for filling in self._fillings:
-            if filling.is_whole:
-                continue
+        for filling in filterfalse(_IS_WHOLE, self._fillings):
             for slot, is_used in zip(filling.bucket.slots, agreed[filling.first :]):
                 if is_used and not slot.used:
                     slot.used = slot.used_elsewhere = True
@@ -832,8 +833,8 @@ def _last_hook_of(gradients: Gradients, place: int) -> Callable[[torch.Tensor], 
 
 
 def _clear(lists: Iterable[list]) -> None:
-    for each in lists:
-        each.clear()
+    # `clear` returns None, so `any` runs to the end.
+    any(map(list.clear, lists))
 
 
 def _refusal(why: object = None, *, ranks: Sequence[int] = ()) -> RuntimeError:

@@ -22,10 +22,20 @@ class BufferPool:
     def __init__(self, buckets: Sequence[Bucket], limit: int, device: torch.device):
         self._tier = Tier(device)
         shared = shared_numel([bucket.layout for bucket in buckets])
-        self._kind = {bucket: kind_of_buffer(bucket.layout, shared) for bucket in buckets}
         self._limit = limit
-        # By kind and dtype. Small buffers do not count against the limit.
+        # Unused buffers by kind and dtype. Small buffers do not count against the limit.
         self._free: dict[tuple[BufferKind, torch.dtype], list[torch.Tensor]] = {}
+        # The list of each bucket's unused buffers.
+        self._free_for: dict[Bucket, list[torch.Tensor]] = {}
+        self._small: set[Bucket] = set()
+        self._oversize: set[Bucket] = set()
+        for bucket in buckets:
+            kind = kind_of_buffer(bucket.layout, shared)
+            self._free_for[bucket] = self._free.setdefault((kind, bucket.precision.reduce), [])
+            if kind is BufferKind.SMALL:
+                self._small.add(bucket)
+            elif kind is BufferKind.OVERSIZE:
+                self._oversize.add(bucket)
         self._large_out = 0
         self._bytes = 0
         self.most_bytes = 0
@@ -36,42 +46,38 @@ class BufferPool:
         Args:
             beside: lowers the limit by this number of large buffers, whose memory is in use elsewhere.
         """
-        return None if self._kind[bucket] is BufferKind.SMALL else max(0, self._most(beside) - self._large_out)
-
-    def _most(self, beside: int) -> int:
-        return max(1, self._limit - beside)
+        return None if bucket in self._small else max(0, max(1, self._limit - beside) - self._large_out)
 
     def take(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
         """Returns a buffer of the reduce dtype with at least the bucket's elements and undefined contents. `beside`: as above."""
-        kind, dtype = self._kind[bucket], bucket.precision.reduce
-        self._large_out += kind is not BufferKind.SMALL
-        free = self._free.get((kind, dtype), [])
-        if len(free) == 1 and free[0].numel() >= bucket.layout.numel:
+        free, numel, is_large = self._free_for[bucket], bucket.layout.numel, bucket not in self._small
+        self._large_out += is_large
+        if len(free) == 1 and free[0].numel() >= numel:
             return free.pop()
-        large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= bucket.layout.numel]
+        large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= numel] if free else None
         # The smallest of these, because a larger bucket may need a larger one at the same time.
         if large_enough:
             return free.pop(min(large_enough, key=lambda place: free[place].numel()))
-        if kind is not BufferKind.SMALL:
-            self._make_room(self._most(beside))
-        buffer = self._tier.scratch(bucket.layout.numel, dtype)
+        if is_large:
+            self._make_room(max(1, self._limit - beside))
+        buffer = self._tier.scratch(numel, bucket.precision.reduce)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
 
     def release(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        kind = self._kind[bucket]
-        self._large_out -= kind is not BufferKind.SMALL
+        self._large_out -= bucket not in self._small
         # Freed at once. Otherwise, an embedding's buffer would stay in memory until the end of the backward.
-        if kind is BufferKind.OVERSIZE:
+        if bucket in self._oversize:
             self._bytes -= buffer.nbytes
         else:
-            self._free.setdefault((kind, buffer.dtype), []).append(buffer)
+            self._free_for[bucket].append(buffer)
 
     def rest(self) -> None:
         """Frees the buffers not in use."""
-        self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-        self._free.clear()
+        for buffers in self._free.values():
+            self._bytes -= sum(buffer.nbytes for buffer in buffers)
+            buffers.clear()
 
     def _make_room(self, most: int) -> None:
         """Frees unused large buffers until used and unused ones are at most `most`."""

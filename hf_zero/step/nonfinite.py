@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ..queues import HostValue
 from .norm import Measured
 
 _log = logging.getLogger(__name__)
+_PARAM_DTYPE = attrgetter("precision.param")
 
 _MOST_IN_A_ROW = 10
 """Consecutive skipped steps before the run ends nevertheless, because the model has most likely diverged."""
@@ -121,7 +123,7 @@ class NonFiniteCheck:
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Raises `RuntimeError` for a step over float16 parameters without a loss scaler."""
-        if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
+        if optimizer in self._unscaled or torch.float16 not in map(_PARAM_DTYPE, buckets):
             return
         raise RuntimeError(
             "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in "

@@ -56,9 +56,8 @@ class RowWrites:
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
         """Counts all writes so far as sent, for these buckets."""
-        for bucket in buckets:
-            if bucket in self._known:
-                self._known[bucket] = bucket.row_writes
+        for bucket in filter(self._known.__contains__, buckets):
+            self._known[bucket] = bucket.row_writes
 
     def refuse_unsent(self, doing: str) -> None:
         """Raises RuntimeError for an unsent write to this rank's rows."""
