@@ -18,17 +18,26 @@ from transformers import BertConfig, BertModel
 from hf_zero.layout.buckets import BucketLayout, ParameterSpec, plan_buckets, rows_of_shard
 
 BLUE, ORANGE, GREEN, GREY, DARK, PALE = "#4878a8", "#e08a3c", "#5a9e6f", "#9aa0a6", "#202124", "#f1f3f4"
+NOTE = "#5f6368"
+"""Color of small print."""
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
+_ON_DARK = f"""<style>@media (prefers-color-scheme: dark) {{
+rect[fill='white'] {{ fill: #1e2129 }} [stroke='white'] {{ stroke: #1e2129 }}
+[fill='{DARK}'] {{ fill: #e8eaed }} [stroke='{DARK}'] {{ stroke: {GREY} }}
+[fill='{PALE}'] {{ fill: #3c4043 }} [fill='{NOTE}'] {{ fill: {GREY} }}
+}}</style>"""
+"""Colors for readers with a dark page: the ground, lines and words change, and the bars stay."""
 
 
 class Picture:
-    """A white page of `width` x `height`, drawn from the top left corner."""
+    """A page of `width` x `height`, white or dark as the reader's, drawn from the top left corner."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         size = f"width='{width}' height='{height}'"
         self._parts = [
             f"<svg xmlns='http://www.w3.org/2000/svg' {size} viewBox='0 0 {width} {height}' role='img'>",
             f"<title>{escape(title)}</title>",
+            _ON_DARK,
             f"<rect {size} fill='white'/>",
         ]
 
@@ -133,7 +142,7 @@ def draw_memory() -> str:
         "Gradient buckets on their way, gathered layers and activations come on top.",
     )
     for line, words in enumerate(notes):
-        picture.words(left, 239 + 18 * line, words, colour=GREY)
+        picture.words(left, 239 + 18 * line, words, colour=NOTE)
     return picture.text()
 
 
@@ -185,13 +194,14 @@ def draw_flat_buffer() -> str:
     for at, end in ((shard.start, _LEFT), (shard.stop, _LEFT + _LONG)):
         picture.line([(_LEFT + at * scale, 186), (end, 226)], dashed=True)
     held = f"what the optimizer of rank {_SHOWN_RANK} holds: a view of each parameter's part in its shard"
-    picture.words(_LEFT, 218, held)
+    # In the middle, because the dashed lines reach down to both ends.
+    picture.words(_LEFT + 0.42 * _LONG, 214, held, anchor="middle")
     for place, row in enumerate(rows_of_shard(bucket, _SHOWN_RANK)):
         x, width = _LEFT + row.in_shard.start * zoom, row.in_shard.numel * zoom
         part = f"{row.name}[{row.in_parameter.start}:{row.in_parameter.stop}]"
         picture.slot(x, 226, width, BLUE if place % 2 else ORANGE, part)
     cut = "The parameter, its gradient and its state are cut at the same elements."
-    picture.words(_LEFT, 292, cut, 11, colour=GREY)
+    picture.words(_LEFT, 292, cut, 11, colour=NOTE)
     return picture.text()
 
 
@@ -282,7 +292,7 @@ def draw_timeline() -> str:
         "F, B: forward and backward of a layer. RS: reduce-scatter of its gradients. AG: all-gather of its parameters."
     )
     picture.words(20, 256, letters)
-    picture.words(20, 275, "The order is the engine's; the durations are chosen for the picture.", colour=GREY)
+    picture.words(20, 275, "The order is the engine's; the durations are chosen for the picture.", colour=NOTE)
     return picture.text()
 
 
@@ -352,8 +362,8 @@ def draw_folders() -> str:
     end = _NAMES + _CELL * len(folders), top + _CELL * len(folders)
     picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Folders of {PACKAGE.name} and their imports")
     picture.words(20, 28, f"{PACKAGE.name}/: who imports whom", 15, bold=True)
-    picture.words(20, 48, "A dot: the folder in the row imports the folder in the column.", colour=GREY)
-    picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", colour=GREY)
+    picture.words(20, 48, "A dot: the folder in the row imports the folder in the column.", colour=NOTE)
+    picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", colour=NOTE)
     for place, (name, imports) in enumerate(folders.items()):
         x, y, is_folder = _NAMES + _CELL * place, top + _CELL * place, (PACKAGE / name).is_dir()
         picture.words(20, y + 18, f"{name}/" if is_folder else f"{name}.py", bold=is_folder)

@@ -28,6 +28,32 @@ GROUPS = {
 REPOSITORY_FILES = ("CITATION.cff", "LICENSE")
 """Files in the repository's root that the README links to."""
 
+LOGO = "logo.svg"
+_LOGO = """<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 24 24' fill='white'>
+<rect width='24' height='24' rx='4' fill='#4051b5'/>
+<path d='M3 4h18v3H3z'/><path d='M3 9h5v3H3zm0 5h5v3H3zm0 5h5v3H3z'/><path d='M10 9h5v3h-5z' opacity='.5'/>
+</svg>
+"""
+"""Whole parameters, and a rank's shards of what stages 1 to 3 split."""
+
+STYLE = "site.css"
+_STYLE = """/* A plan is 87 characters wide: it fits the column of text. */
+.md-typeset pre > code { font-size: 0.74em; }
+"""
+
+CARDS = """<div class="grid cards" markdown>
+
+- **[Quick start](#quick-start)**: install, train a first model, save it
+- **[Which stage?](planning.md)**: memory and time of each stage, before a run
+- **[Recipes](recipes/index.md)**: embedder, reranker, classifiers, SFT, LoRA, DPO, GRPO
+- **[Coming from DDP, FSDP or DeepSpeed](coming-from.md)**: settings and calls by name
+- **[Checkpoints and the Hub](checkpoints-and-hub.md)**: save, resume, convert, push
+- **[Errors by message](troubleshooting.md)**: what you saw, why, and what to do
+
+</div>
+"""
+"""The cards of the home page, above the quick start."""
+
 LOG_KEYS = {
     "gradients-and-reports.md": "Figures in Trainer's log",
     "report.md": "In TensorBoard, W&B, trackio and MLflow",
@@ -39,6 +65,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages outside of `docs/`, and the files named by pages."""
     for name, text in made_pages().items():
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, LOGO, content=_LOGO))
+    files.append(File.generated(config, STYLE, content=_STYLE))
     for name in REPOSITORY_FILES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for path in sorted(path for folder in ("configs", "scripts/recipes") for path in (ROOT / folder).rglob("*")):
@@ -63,7 +91,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def made_pages() -> dict[str, str]:
     """Returns the name of a page → its Markdown."""
     return {
-        "index.md": _in_docs((ROOT / "README.md").read_text(encoding="utf-8")),
+        "index.md": _home(_in_docs((ROOT / "README.md").read_text(encoding="utf-8"))),
         "pages.md": _in_docs((ROOT / "docs" / "README.md").read_text(encoding="utf-8")),
         "changelog.md": _in_docs((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")),
         "contributing.md": _in_docs((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
@@ -79,6 +107,18 @@ def made_pages() -> dict[str, str]:
             for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
         },
     }
+
+
+def _home(readme: str) -> str:
+    """Returns the README with cards above its quick start.
+
+    Raises:
+        ValueError: the README has no quick start.
+    """
+    first, heading, rest = readme.partition("\n## Quick start\n")
+    if not heading:
+        raise ValueError("README.md has no section `## Quick start`, above which the home page has its cards.")
+    return f"{first}\n{CARDS}{heading}{rest}"
 
 
 def _in_docs(text: str) -> str:
