@@ -807,6 +807,7 @@ OUT_OF_RANGE = [
 ]
 
 
+@pytest.mark.extra("diagnose")
 def test_a_number_out_of_range_is_neither_wrapped_nor_taken_for_none(tmp_path):
     script = tmp_path / "train.py"
     script.touch()

@@ -27,6 +27,7 @@ def heard(rank: int, world_size: int, **arguments) -> tuple[encoders.Trained, st
     return trained, " ".join(stderr.getvalue().replace("│", " ").split())
 
 
+@pytest.mark.extra("planner")
 def test_a_bi_encoder_is_trained_and_evaluated_at_stage_3_as_under_ddp(tmp_path):
     encoders.write_bert(tmp_path / "start")
     # Negatives of all ranks, in mini-batches. Its evaluator has an odd number of texts.
@@ -69,6 +70,7 @@ def test_a_cached_loss_that_reduces_each_mini_batch_is_told_once(name, settings,
     assert ("`--zero stage=2,grad_accumulation=local`" in said) == is_told
 
 
+@pytest.mark.extra("planner")
 @pytest.mark.parametrize("name", ["BinaryCrossEntropy", *(slow(name) for name in ("ListNet", "Triplet", "Splade"))])
 def test_auto_knows_the_activations_of_texts_and_trains_as_ddp(name, tmp_path):
     encoders.write_bert(tmp_path / "start")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ ADAPTER = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": Tru
 # ---- TRL's own walk ----
 
 
+def begin(rank: int, world_size: int) -> None:
+    """Begins a rank of a script of TRL, which uses names that transformers 5.24 has deprecated, and itself one more."""
+    as_launched(rank, world_size)
+    warnings.filterwarnings("ignore", ".gradient_checkpointing(_enable|_disable)?. is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", ".loss_type='chunked_nll'. is deprecated", FutureWarning)
+
+
 def pushes(
     rank: int,
     world_size: int,
@@ -71,7 +79,7 @@ def pushes(
     """Digests of what this rank's engine was given behind each step."""
     from trl.generation.vllm_generation import VLLMGeneration
 
-    as_launched(rank, world_size)
+    begin(rank, world_size)
     made = stand_in(folder)
     Engine.slow_s = slow_s
     accelerator = Accelerator(parallelism_config=zero and hf_zero.ZeroPlugin(zero))
@@ -133,7 +141,7 @@ def script(
     import trl
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    as_launched(rank, world_size)
+    begin(rank, world_size)
     words = tokenizer()
     made = stand_in(folder, tokenize=lambda text: words(text)["input_ids"])
     trainers = {
@@ -215,7 +223,7 @@ def fine_tuned(
     """Losses and norms of a script of SFTTrainer's, whose loss reads the weight of the head in chunks, and an evaluation."""
     import trl
 
-    as_launched(rank, world_size)
+    begin(rank, world_size)
     drawn = torch.randint(3, VOCABULARY, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
     data = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in drawn])
     trainer = trl.SFTTrainer(

@@ -23,13 +23,14 @@ from training import fused_adamw, gpt2, gpt2_batch
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.extras import is_installed
 from hf_zero.queues import clock
 
 pytestmark = pytest.mark.timeout(200)
 SETTINGS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "stage 1, bfloat16": {"stage": 1, "param_dtype": "bfloat16"},
-    "stage 2, int8 gradients": {"stage": 2, "comm": {"gradients": "int8"}},
+    **({"stage 2, int8 gradients": {"stage": 2, "comm": {"gradients": "int8"}}} if is_installed("wire") else {}),
 }
 
 
