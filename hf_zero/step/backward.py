@@ -25,6 +25,7 @@ from ..optimizer.shared_settings import SharedSettings
 from ..presence.arrivals import in_words
 from .common_starts import CommonStarts
 from .gradient_store import GradientStore
+from .step_context import StepContext
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
@@ -163,8 +164,7 @@ class Gradients:
     rank used keeps its earlier gradient, which may be None.
 
     Args:
-        before_rest: called at the end of each backward, before the remaining buckets start.
-        after_pass: called at the end of each backward, when all gradients are reduced.
+        step: called at the end of each backward.
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
@@ -186,8 +186,7 @@ class Gradients:
         transport: Transport,
         world_size: int,
         settings: SharedSettings,
-        before_rest: Callable[[], None],
-        after_pass: Callable[[], None],
+        step: StepContext,
         *,
         find_unused_parameters: bool,
     ):
@@ -226,8 +225,7 @@ class Gradients:
         self._digest = b""
         self.settings_differ = False
         self.ended = 0
-        self._before_rest = before_rest
-        self._after_pass = after_pass
+        self._step = step
         # True from the first gradient of a pass to the end of the pass.
         self._end_is_queued = False
         # The callback in autograd's queue. Autograd drops the callback without a call if an exception ends the backward.
@@ -396,12 +394,12 @@ class Gradients:
             self.store.went_on = self._went_on and self._left == self._marks_of_gradients()
             # Even if no gradient has arrived on this rank, because the other ranks may reduce.
             self._touch()
-            self._before_rest()
+            self._step.end_gathers()
             self._take_all_arrived()
             self._finish_pass(lost=lost)
-            # The next backward may already run and have gathered layers, which `_after_pass` would free.
+            # The next backward may already run and have gathered layers, which `end_backward` would free.
             if not is_in_backward():
-                self._after_pass()
+                self._step.end_backward()
             self.reducing = reducing
             self.store.went_on = None
         if self._failure is not None:
@@ -687,7 +685,7 @@ class Gradients:
         self._end_is_queued, self._end = False, None
         try:
             # Before reductions start: other ranks may still wait in gathers, and have not started their reductions.
-            self._before_rest()
+            self._step.end_gathers()
             self._take_all_arrived()
             if self._touched:
                 self._finish_pass(lost=lost)
@@ -699,7 +697,7 @@ class Gradients:
             raise
         # Counted only now: a pass that fails in its last collectives has not ended.
         self.ended += 1
-        self._after_pass()
+        self._step.end_backward()
 
     def _finish_pass(self, *, lost: bool | None = None) -> None:
         """Reduces all gradients of a pass.

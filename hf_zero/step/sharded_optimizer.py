@@ -36,6 +36,7 @@ from ..optimizer.state_by_parameter import StateByParameter
 from ..optimizer.storage import OptimizerStorage
 from ..optimizer.trial_step import with_dimensions
 from .row_writes import RowWrites
+from .step_context import StepContext
 
 _SCALES_ITSELF = "_step_supports_amp_scaling"
 """torch's attribute of optimizers that unscale gradients and skip steps themselves, such as fused ones."""
@@ -57,12 +58,11 @@ class ShardedOptimizer:
         rows: this rank's row of each parameter with elements on this rank.
         slots: the slots of all parameters in buckets.
         identity: describes this shard ("rank 1 of 2, …") in `state_dict()`.
-        before_step: called before each step; returns whether to run the step.
-        after_step: called after each step, with the same answer.
+        step: called before and after each step, and in place of `add_param_group`.
+        index: the index of the optimizer in the engine.
         storage: stores the rows' state.
         row_writes: sends rows edited by a script's hooks at the end of the step.
         timeout_s: time limit for other ranks in `optimizer.state[parameter]`.
-        add_group: replaces `add_param_group`.
 
     Attributes:
         rows: the rows of this optimizer, in order.
@@ -76,19 +76,18 @@ class ShardedOptimizer:
         rows: Mapping[nn.Parameter, Row],
         slots: Mapping[nn.Parameter, ParameterSlot],
         identity: str,
-        before_step: Callable[[], bool],
-        after_step: Callable[[bool], None],
+        step: StepContext,
+        index: int,
         storage: OptimizerStorage,
         row_writes: "RowWrites",
         timeout_s: float,
-        add_group: Callable[[dict[str, Any]], None],
     ):
         self.optimizer = optimizer
         self._identity = identity
         self._storage = storage
         self._is_whole = all(row.is_parameter for row in rows.values())
-        self._before_step = before_step
-        self._after_step = after_step
+        self._step = step
+        self._index = index
         self._skipped_groups: list[dict[str, Any]] | None = None
         self._has_arguments = False
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -136,7 +135,7 @@ class ShardedOptimizer:
         self._stock_zero_grad = optimizer.zero_grad
         changed: Any = optimizer
         changed.zero_grad = self._make_zero_grad()
-        changed.add_param_group = add_group
+        changed.add_param_group = lambda group: step.add_param_group(index, group)
         # The optimizer keeps this object alive. The hooks above, which are copied with the optimizer, do not.
         changed._hf_zero_keeps = self
 
@@ -371,7 +370,7 @@ class ShardedOptimizer:
         # Check before anything changes: parameters added later have no row, and each rank would step them independently.
         self.refuse_strangers()
         self.follow_state_edits()
-        if not self._before_step():
+        if not self._step.before_step(self._index):
             self._begin_skip()
 
     def _is_inside_step(self) -> bool:
@@ -399,7 +398,7 @@ class ShardedOptimizer:
             self._has_arguments = False
         is_taken = self._skipped_groups is None
         self._end_skip()
-        self._after_step(is_taken)
+        self._step.after_step(self._index, is_taken=is_taken)
         if self._has_earlier_hooks:
             self._row_writes.begin_hooks()
 

@@ -46,6 +46,7 @@ from .gradient_store import GradientStore, GradientTarget
 from .row_writes import RowWrites
 from .sharded_gradients import choose_store
 from .sharded_optimizer import ShardedOptimizer, identity_of
+from .step_context import StepContext
 from .uncounted_edits import UncountedEdits
 
 # [Note: the order of a step]
@@ -74,7 +75,7 @@ class TrainingState(Enum):
     STEP = "optimizer step"
 
 
-class TrainingStep:
+class TrainingStep(StepContext):
     """Hooks on a model and its optimizers, which run a training step. See [Note: the order of a step].
 
     Args:
@@ -125,8 +126,7 @@ class TrainingStep:
             step_transport,
             world_size,
             self.settings,
-            self._end_gathers,
-            self._end_backward,
+            self,
             find_unused_parameters=find_unused_parameters,
         )
         if self._gathers_layers and world_size > 1:
@@ -142,6 +142,9 @@ class TrainingStep:
         self._to_send: deque[Bucket] = deque()
         self._sends_early = self._waits_for_outer_step = False
         self.row_writes = RowWrites(parts, step_transport)
+        self._buckets_of_optimizers = [
+            [bucket for bucket in parts.buckets if bucket.key.optimizer == index] for index in range(len(optimizers))
+        ]
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
 
@@ -159,19 +162,17 @@ class TrainingStep:
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
-        parts = self._parts
-        mine = [bucket for bucket in parts.buckets if bucket.key.optimizer == index]
+        parts, mine = self._parts, self._buckets_of_optimizers[index]
         sharded = ShardedOptimizer(
             optimizer,
             rows=parts.row_of,
             slots=parts.slot_of,
             identity=identity_of(parts.groups, self._config.stage, parts.buckets),
-            before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
-            after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
+            step=self,
+            index=index,
             storage=parts.storage,
             row_writes=self.row_writes,
             timeout_s=self._config.comm.meeting_timeout_s,
-            add_group=lambda group: cast(Any, self._engine).add_param_group(optimizer, group),
         )
         parts.storage.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded
@@ -376,8 +377,7 @@ class TrainingStep:
         return sharded.schedule.units if self._gathers_layers else ()
 
     def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
-        for index, sharded in enumerate(self.optimizers):
-            yield sharded, [bucket for bucket in self._parts.buckets if bucket.key.optimizer == index]
+        yield from zip(self.optimizers, self._buckets_of_optimizers)
 
     # ---- failed passes ----
 
@@ -487,12 +487,12 @@ class TrainingStep:
 
     # ---- backward ----
 
-    def _end_gathers(self) -> None:
+    def end_gathers(self) -> None:
         if self._gathers_layers:
             self.settings.edits = self._parts.sharded.edits
             self._parts.sharded.schedule.end_gathers()
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         if self._gathers_layers:
             self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
@@ -503,13 +503,14 @@ class TrainingStep:
 
     # ---- the optimizer's step ----
 
-    def _before_step(self, sharded: ShardedOptimizer, buckets: Sequence[Bucket], *, is_first: bool) -> bool:
-        """Returns whether to run the step.
+    def add_param_group(self, index: int, group: dict[str, Any]) -> None:
+        cast(Any, self._engine).add_param_group(self.optimizers[index].optimizer, group)
 
-        Args:
-            is_first: the engine's first optimizer is stepped, which counts the steps.
-        """
+    def before_step(self, index: int) -> bool:
         _refuse_inside_backward()
+        sharded, buckets = self.optimizers[index], self._buckets_of_optimizers[index]
+        # The first optimizer counts the steps.
+        is_first = index == 0
         optimizer, self._sends_early = sharded.optimizer, False
         # The optimizer's own step may compute norms of its rows; scripts may not between backward and step.
         allow_norms_of(buckets)
@@ -569,12 +570,10 @@ class TrainingStep:
                 "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
             )
 
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
-    ) -> None:
-        """`is_first`: as in `_before_step`."""
+    def after_step(self, index: int, *, is_taken: bool) -> None:
+        is_first = index == 0
         if is_taken:
-            self._hand_over(optimizer, buckets)
+            self._hand_over(self.optimizers[index].optimizer, self._buckets_of_optimizers[index])
         if is_first:
             self._parts.nonfinite.end_step(is_taken=is_taken)
         for buffers in self._parts.model_buffers.values():
