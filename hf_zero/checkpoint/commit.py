@@ -1,5 +1,6 @@
 """Commits a checkpoint folder completely or not at all, on every rank."""
 
+import json
 import os
 import shutil
 import uuid
@@ -8,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
+from itertools import chain
+from pathlib import Path, PurePosixPath
 
 from ..comm.all_or_none import Exchange
 from ..device import in_units
 from .disks import Disk
 from .faults import CheckpointError
-from .files import MARK, files_below, is_inside, sync
+from .files import MARK, files_below, is_inside, replace_file, sync
 from .hashes import Chunk, FileRecord, by_file, hashes_of, refuse_changed, share_of
 from .manifest import MANIFEST_NAME, Manifest, row_file
 from .on_all_ranks import on_all_ranks
@@ -87,10 +89,13 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
     """
     own_name = f"{folder}/{MANIFEST_NAME}"
 
-    def hash_own_part() -> dict[Chunk, str]:
-        # Skip names which are invalid in a manifest: hf_zero did not write such files.
-        names = [n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n)]
-        hashes: dict[Chunk, str] = {}
+    hashes: dict[Chunk, str] = {}
+
+    def hash_own_part() -> list[str]:
+        # Skip names which are invalid in a manifest: hf_zero did not write such files. Skip marks as well: ranks that are
+        # faster have already stored their hashes in such files.
+        found = (n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n))
+        names = [name for name in found if not PurePosixPath(name).name.startswith(MARK)]
         own = share_of({name: (root / name).stat().st_size for name in names}, disk.index, len(disk.ranks))
         for name, indices in by_file(own).items():
             # The bytes must be on the disk before the manifest vouches for them: otherwise, a power cut could leave the
@@ -100,23 +105,20 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
             hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
-        return hashes
+        if not disk.leads:
+            _store_hashes(root, disk.rank, hashes)
+        # Each rank looks for its own file, as each disk may have only some of the files. A process that converts a checkpoint
+        # looks for all files.
+        own_files = [row_file(r, manifest.world_size) for r in manifest.writers() if r % disk.world_size == disk.rank]
+        return [file for file in own_files if f"{folder}/{file}" not in names]
 
-    # No rank writes the manifest before all ranks have hashed and synced their shares.
-    parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
-    # Compare the files with memory after the hashes are made. A bit that flips before the hash is found here, and a bit that
-    # flips later fails the hash.
-    on_all_ranks(exchange, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
-
-    def write() -> None:
-        there = {name for part in parts for name, _ in part}
-        # Look in the parts of all ranks: each disk may have only some of the files. A file on no disk has been removed.
-        written = [row_file(rank, manifest.world_size) for rank in manifest.writers()]
-        lost = [f"{folder}/{file}" for file in written if f"{folder}/{file}" not in there]
+    def write(lost: Sequence[str]) -> None:
         if lost:
-            raise CheckpointError(f"{lost[0]} has been written and is gone")
+            raise CheckpointError(f"{folder}/{lost[0]} has been written and is gone")
         if disk.leads:
-            files = _records(root, [parts[rank] for rank in disk.ranks])
+            others = [_take_hashes(root, rank) for rank in disk.ranks if rank != disk.rank]
+            files = _records(root, [hashes, *others])
+            written = [row_file(rank, manifest.world_size) for rank in manifest.writers()]
             elsewhere = [file for file in written if f"{folder}/{file}" not in files]
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
@@ -125,7 +127,37 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
-    on_all_ranks(exchange, write, doing=f"write the manifest of {root}", then=_THEN)
+    try:
+        # No rank writes the manifest before all ranks have hashed and synced their shares.
+        lost = list(chain(*on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)))
+        # Compare the files with memory after the hashes are made. A bit that flips before the hash is found here, and a bit
+        # that flips later fails the hash.
+        on_all_ranks(exchange, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
+        on_all_ranks(exchange, lambda: write(lost), doing=f"write the manifest of {root}", then=_THEN)
+    except BaseException:
+        with suppress(OSError):
+            _hashes_file(root, disk.rank).unlink()
+        raise
+
+
+# Only the writer of a disk's manifest needs the hashes of the other ranks of this disk. The hashes pass through the disk, because
+# an exchange would send the hashes of all files to every rank.
+
+
+def _hashes_file(root: Path, rank: int) -> Path:
+    return root / f"{MARK}hashes-{rank}"
+
+
+def _store_hashes(root: Path, rank: int, hashes: Mapping[Chunk, str]) -> None:
+    replace_file(_hashes_file(root, rank), json.dumps([[*chunk, value] for chunk, value in hashes.items()]))
+
+
+def _take_hashes(root: Path, rank: int) -> dict[Chunk, str]:
+    """Reads and removes the hashes of another rank of this disk."""
+    path = _hashes_file(root, rank)
+    hashes = {(name, index): value for name, index, value in json.loads(path.read_text())}
+    path.unlink()
+    return hashes
 
 
 def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:

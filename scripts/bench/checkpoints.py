@@ -32,7 +32,10 @@ from tables import show_and_keep
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
 
+from hf_zero.checkpoint.commit import seal
+from hf_zero.checkpoint.disks import Disk
 from hf_zero.checkpoint.hashes import FileRecord, chunks_in
+from hf_zero.checkpoint.live_pieces import lay_out
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
 from hf_zero.checkpoint.rows import RowsOfRanks
 from hf_zero.comm.control import rounds
@@ -166,7 +169,6 @@ def resumes(
 ) -> dict[str, float]:
     """Returns the seconds from `train(resume_from_checkpoint)` to the first step, and the bytes this rank has read from disk."""
     if not is_shared:
-        from hf_zero.checkpoint.disks import Disk
         from hf_zero.integrations import resume
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
@@ -302,9 +304,29 @@ def merge_rows(specs: list[ParameterSpec], held: list[Held]) -> tuple[RowsOfRank
     return mine, received, cpu_s
 
 
+def received_in_seal(manifest: Manifest, ranks: int) -> int:
+    """Counts the bytes that one rank receives from all ranks while it seals its part."""
+    received = 0
+
+    def exchange(value: object) -> list[object]:
+        nonlocal received
+        received += ranks * len(pickle.dumps(value))
+        return [value] * ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zero"
+        path.mkdir()
+        lay_out(path / row_file(1, ranks), {})
+        # Not rank 0, which writes the manifest.
+        disk = Disk.shared(1, ranks)
+        seal(Path(folder), manifest, folder="zero", within="", disk=disk, exchange=exchange)
+    return received
+
+
 def show_manifests() -> None:
     print(
         "model  ranks       rows  entries       bytes  without checksums  write s  read s  received  in a list  merge s"
+        "  received in seal"
     )
     for model, sizes in LARGE.items():
         for ranks in WORLD_SIZES:
@@ -332,7 +354,8 @@ def show_manifests() -> None:
             checksums = sum(len("".join(record.xxh3)) for record in manifest.files.values())
             print(
                 f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  {nbytes - checksums:>17,}  "
-                f"{write_s:>7.2f} {read_s:>7.2f}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}",
+                f"{write_s:>7.2f} {read_s:>7.2f}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}  "
+                f"{received_in_seal(manifest, ranks):>16,}",
                 flush=True,
             )
 

@@ -4,6 +4,10 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import pickle
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 from unittest import mock
@@ -370,6 +374,66 @@ def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
     for share in verify:
         nbytes = sum(min(CHUNK_BYTES, named[name] - index * CHUNK_BYTES) for name, index in share)
         assert nbytes <= sum(sizes) / world_size + CHUNK_BYTES
+
+
+def sealed_by_threads(folders: list[Path], ranks_of_disk: list[tuple[int, ...]], manifest: Manifest) -> int | Exception:
+    """Seals a checkpoint whose ranks are threads; returns the most bytes that one rank received, or its error."""
+    ranks = len(ranks_of_disk)
+    values, received = [None] * ranks, [0] * ranks
+    barrier = threading.Barrier(ranks)
+
+    def seal_as(rank: int) -> Exception | None:
+        def exchange(value: object) -> list:
+            values[rank] = pickle.dumps(value)
+            barrier.wait(30)
+            found = list(values)
+            barrier.wait(30)
+            received[rank] += sum(map(len, found))
+            return list(map(pickle.loads, found))
+
+        disk = Disk(ranks=ranks_of_disk[rank], rank=rank, world_size=ranks)
+        try:
+            seal(folders[rank], manifest, folder="zero", within="", disk=disk, exchange=exchange)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(ranks) as pool:
+        [error, *_] = pool.map(seal_as, range(ranks))
+    return error or max(received)
+
+
+def test_a_ranks_checksums_go_to_the_writer_of_its_disks_manifest_alone(tmp_path, monkeypatch):
+    """Two disks, and three ranks for one of them: what a rank receives does not grow with the files."""
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", 100)
+    cuts = [Interval(0, 8), Interval(8, 16), Interval(16, 24), Interval(24, 30)]
+    rows = [[("exp_avg", "w", cut, torch.randn(cut.numel))] for cut in cuts]
+    disks = [(0, 1, 3), (0, 1, 3), (2,), (0, 1, 3)]
+    received = []
+    for nbytes in (10, 90_000):
+        folders = {ranks: tmp_path / f"{nbytes}-{ranks[0]}" for ranks in disks}
+        manifest = save_of_ranks(tmp_path / f"{nbytes}" / "zero", rows)
+        for ranks, folder in folders.items():
+            (folder / "zero").mkdir(parents=True)
+            (folder / "other").write_bytes(bytes(nbytes))
+            # Of a killed run: the mark of a faster rank of this run looks the same.
+            (folder / ".hf_zero-left").touch()
+            for rank in ranks:
+                shutil.copy2(tmp_path / f"{nbytes}" / "zero" / row_file(rank, 4), folder / "zero")
+        received.append(sealed_by_threads([folders[ranks] for ranks in disks], disks, manifest))
+        for ranks, folder in folders.items():
+            found = Manifest.read(folder / "zero")
+            assert set(found.files) == {"other", *(f"zero/{row_file(rank, 4)}" for rank in ranks)}
+            assert not checkpoint_faults(folder, "zero", rank=0, world_size=1)
+            assert [left.name for left in folder.rglob(".hf_zero-*")] == [".hf_zero-left"]
+            (folder / ".hf_zero-left").unlink()
+    assert received[0] == received[1] < 1000
+    for lost in (2, 3):
+        folders[disks[lost]].joinpath("zero", row_file(lost, 4)).unlink()
+        error = sealed_by_threads([folders[ranks] for ranks in disks], disks, manifest)
+        assert f"{row_file(lost, 4)} has been written and is gone" in str(error)
+        assert not [left for folder in folders.values() for left in folder.rglob(".hf_zero-*")]
+        shutil.copy2(tmp_path / "90000" / "zero" / row_file(lost, 4), folders[disks[lost]] / "zero")
 
 
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
