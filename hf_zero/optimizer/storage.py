@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
 from ..buckets.rows import PackedPart
 from ..buckets.sharded import widen
 from ..comm.local import LocalTransport
@@ -21,7 +21,7 @@ from .bucket_state import BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
 from .nested_state import DUE
 
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_DTYPE, _DEVICE, _ROWS = map(attrgetter, ("dtype", "device", "rows"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepChoice:
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
         """Multiplies the rows' gradients by `coefficient`, a scalar, now or when next read; None leaves them unchanged."""
-        if coefficient is None:
+        if coefficient is None or not rows:
             return
         tensors = list(map(TENSOR_OF, rows))
         gradients: list[Any] = list(map(GRADIENT_OF, tensors))
@@ -54,6 +54,8 @@ class StepChoice:
         if not (is_plain and list(map(_DTYPE, gradients)) == list(map(_DTYPE, tensors))):
             widen(*tensors)
             gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        else:
+            gradients = _flats_of(rows) or gradients
         devices = set(map(_DEVICE, gradients))
         for device in devices:
             there = (
@@ -71,6 +73,15 @@ class StepChoice:
     def report(self) -> KernelReport | None:
         """Describes the steps of kernels; None if there are none."""
         return None
+
+
+def _flats_of(rows: Sequence[Row]) -> list[torch.Tensor] | None:
+    """Returns the rows' gradients as a few flat tensors; None if these are not the gradients of whole buckets as reduced."""
+    buckets = list(dict.fromkeys(map(BUCKET_OF, rows)))
+    if len(rows) != sum(map(len, map(_ROWS, buckets))):
+        return None
+    laid = laid_gradients_of(buckets)
+    return None if laid is None else [flat for flats in laid[0] for _, flat in flats]
 
 
 class OptimizerStorage:
