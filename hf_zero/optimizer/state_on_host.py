@@ -114,15 +114,12 @@ class StateOnHost(StateStorage):
         self._guard.guard([tensor for _, _, tensor, _ in self._held])
 
     def values(self, row: Row, name: str, value: Any) -> Any:
-        self._wait()
         return self._inner.values(row, name, value)
 
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        self._wait()
         return self._inner.view(row, kind, tensor)
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        self._wait()
         # Otherwise the state of all buckets would be on the device together until the next step.
         state = with_each(state, self._on_host)
         for holder, key, tensor in list(_tensors_of(self._blocks(), self._bucket.device)):
