@@ -162,6 +162,20 @@ def test_every_reader_of_state_waits_until_it_is_back_in_host_memory(rank, world
 
 
 @on_ranks(1)
+def test_a_master_is_read_when_it_is_back_in_host_memory(rank, world_size, library):
+    standin_device.register(library)
+    found = []
+    for offload in ({}, HOST):
+        model, optimizers, engine = built({**SETTINGS["bf16"], "offload": offload})
+        step(model, optimizers, engine, 0)
+        # The bucket that is stepped last.
+        row = engine.buckets[0].rows[0]
+        found.append(engine._parts.storage.master_view(row).detach().cpu().view(-1).clone())
+        engine.close()
+    assert torch.equal(*found)
+
+
+@on_ranks(1)
 def test_state_dicts_reports_and_looks_at_shapes_need_no_wait(rank, world_size, library):
     standin_device.register(library)
     model, optimizers, engine = built({"offload": HOST})
