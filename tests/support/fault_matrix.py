@@ -34,9 +34,9 @@ FAULTS = (
     "diverged replica",
     "link cut",
 )
-HARMLESS = {("extra forward", 2), ("different seeds", 2), ("different seeds", 3)}
-"""Fault and stage after which training has to continue: stage 2 gathers nothing in a forward, and rank 0's parameters are sent to
-all ranks at the start."""
+HARMLESS = {("extra forward", 2), ("extra forward", 3), ("different seeds", 2), ("different seeds", 3)}
+"""Fault and stage after which training has to continue, as under DDP: ranks may run different numbers of forwards, and rank 0's
+parameters are sent to all ranks at the start."""
 ONLY_BELOW_3 = {"diverged replica"}
 """At stage 3 there is one copy of each parameter."""
 FROM_OUTSIDE = {"stopped", "killed", "different seeds"}
