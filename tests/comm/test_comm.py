@@ -233,7 +233,7 @@ def test_a_peer_that_does_not_come_is_an_error_with_a_name_not_a_hang():
             "parameter transformer.wte.weight: shape (211, 24), torch.float32, trained on rank 0, shape (300, 24)",
         ),
         ("frozen", "parameter transformer.wpe.weight: shape (16, 24), torch.float32, trained on rank 0"),
-        ("config", "config: "),
+        ("config", "the setting `stage`: 2 on rank 0, 1 on rank 1"),
         ("optimizer", "optimizer 0: AdamW over groups"),
     ],
 )
