@@ -11,7 +11,7 @@ import torch
 from ..device import ask_for
 from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
-from .faults import CheckpointError, read_fault
+from .faults import CheckpointError, read_fault, shown
 from .files import refuse_links
 from .manifest import Manifest, SavedRow, SavedRows, named_save, refuse_other_save
 from .mapped_tensors import dtype_named, mapped_tensors
@@ -74,13 +74,13 @@ class CheckpointReader:
         ):
             if names:
                 raise CheckpointError(
-                    f"hf_zero: {self._folder}: {names[0]!r} {fault} ({len(names)} such parameters). Resume with the model "
-                    "and the frozen parameters that the checkpoint was made with."
+                    f"hf_zero: {self._folder}: {shown(repr(names[0]))} {fault} ({len(names)} such parameters). Resume "
+                    "with the model and the frozen parameters that the checkpoint was made with."
                 )
         if other:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {other[0]!r} has shape {saved[other[0]]} there and {shapes[other[0]]} in the "
-                "model. Resume with the model config that the checkpoint was made with."
+                f"hf_zero: {self._folder}: {shown(repr(other[0]))} has shape {saved[other[0]]} there and {shapes[other[0]]} "
+                "in the model. Resume with the model config that the checkpoint was made with."
             )
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
@@ -94,7 +94,8 @@ class CheckpointReader:
             pieces = pieces_for(interval, saved)
         except ValueError as error:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {kind} of {name!r}: {error}; the checkpoint is damaged, resume from an earlier one."
+                f"hf_zero: {self._folder}: {shown(kind)} of {shown(repr(name))}: {error}; the checkpoint is damaged, resume "
+                "from an earlier one."
             ) from error
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         if not parts and (kind, name) in self._rows:
