@@ -74,13 +74,13 @@ class CheckpointReader:
         ):
             if names:
                 raise CheckpointError(
-                    f"hf_zero: {self._folder}: {shown(repr(names[0]))} {fault} ({len(names)} such parameters). Resume "
-                    "with the model and the frozen parameters that the checkpoint was made with."
+                    f"hf_zero: {self._folder}: {shown(names[0])!r} {fault} ({len(names)} such parameters). Resume with the model "
+                    "and the frozen parameters that the checkpoint was made with."
                 )
         if other:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {shown(repr(other[0]))} has shape {saved[other[0]]} there and {shapes[other[0]]} "
-                "in the model. Resume with the model config that the checkpoint was made with."
+                f"hf_zero: {self._folder}: {shown(other[0])!r} has shape {shown(saved[other[0]])} there and "
+                f"{shapes[other[0]]} in the model. Resume with the model config that the checkpoint was made with."
             )
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
@@ -94,8 +94,8 @@ class CheckpointReader:
             pieces = pieces_for(interval, saved)
         except ValueError as error:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {shown(kind)} of {shown(repr(name))}: {error}; the checkpoint is damaged, resume "
-                "from an earlier one."
+                f"hf_zero: {self._folder}: {shown(kind)} of {shown(name)!r}: {error}; the checkpoint is damaged, resume from an "
+                "earlier one."
             ) from error
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         if not parts and (kind, name) in self._rows:
@@ -140,14 +140,14 @@ class CheckpointReader:
             whole = self._files[file][row.key]
         except KeyError as error:
             raise CheckpointError(
-                f"hf_zero: {path} has no {error}; the checkpoint is damaged, resume from an earlier one."
+                f"hf_zero: {path} has no {shown(error)}; the checkpoint is damaged, resume from an earlier one."
             ) from error
         except OSError as error:
             raise CheckpointError(f"hf_zero: {path} {read_fault(error)}; resume from an earlier checkpoint.") from error
         # Compare the file's header with the manifest: if they disagree, the slice below would select different elements.
         if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):
             raise CheckpointError(
-                f"hf_zero: {path} has {row.key!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
+                f"hf_zero: {path} has {shown(row.key)!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
                 f"{row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
             )
         values = whole[interval.start : interval.stop]

@@ -376,6 +376,26 @@ def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
         assert nbytes <= sum(sizes) / world_size + CHUNK_BYTES
 
 
+def test_an_error_of_the_reader_does_not_repeat_a_long_name_of_the_checkpoint(tmp_path):
+    long = "k" * 6000
+    save_alone(tmp_path, [(long, "w", Interval(0, 30), torch.randn(30))])
+    with CheckpointReader(tmp_path) as reader:
+        attempts = [
+            lambda: reader.read(f"{long} and more", "w", Interval(0, 30)),
+            lambda: reader.read("master", long, Interval(0, 30)),
+            lambda: reader.check_names({"w": (10, 3), long: (1,)}),
+        ]
+        # The file of another save with the same name, without this row.
+        file = tmp_path / row_file(0, 1)
+        file.unlink()
+        save_file({"other": torch.zeros(1)}, file)
+        attempts.append(lambda: reader.read(long, "w", Interval(0, 30)))
+        for attempt in attempts:
+            with pytest.raises(CheckpointError) as raised:
+                attempt()
+            assert str(raised.value).startswith("hf_zero: ") and len(str(raised.value)) < 1000
+
+
 def sealed_by_threads(folders: list[Path], ranks_of_disk: list[tuple[int, ...]], manifest: Manifest) -> int | Exception:
     """Seals a checkpoint whose ranks are threads; returns the most bytes that one rank received, or its error."""
     ranks = len(ranks_of_disk)
