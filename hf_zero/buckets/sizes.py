@@ -13,8 +13,8 @@ from .kept_dtypes import GatheredDtypes
 from .precision import resolve_precision
 from .unread_weights import wanted_dtype
 
-# [Note: the size of buckets] A collective of b bytes costs latency + b / bandwidth. Gradients of n bytes are reduced in n / b
-# buckets during backward. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
+# [Note: the size of buckets] A collective of b bytes takes latency + b / bandwidth. During backward, n bytes of gradients are
+# reduced in n / b buckets. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
 # more parts cannot be hidden: backward computes the first b bytes before any reduction starts, and the reduction of the last b
 # bytes starts after backward has ended. With b / bandwidth for the last reduction, the sum is smallest at b = sqrt(n x latency
 # x bandwidth). The minimum is flat: half or twice the size adds a quarter to the parts that depend on b, so the constants

@@ -62,7 +62,7 @@ def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None]
             file.seek(first * CHUNK_BYTES)
             for index in range(first, last):
                 filled = 0
-                # Loop: an unbuffered read may return fewer bytes than the file has left.
+                # Read in a loop, because one unbuffered read may return only some of the requested bytes.
                 while read := file.readinto(buffer[filled:]):
                     filled += read
                 hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])

@@ -16,8 +16,8 @@ from .manifest import (
 from .safetensors_headers import tensors_in
 
 
-# [Note: whoever loads it checks it] A resume reads a checkpoint twice: first to verify, then to load. Ranks of one host share
-# the system's page cache, ranks of different hosts do not. So each rank verifies the bytes it will probably load: a file in
+# [Note: each rank verifies what it loads] A resume reads a checkpoint twice: first to verify, then to load. Ranks of one host
+# share the system's page cache, ranks of different hosts do not. So each rank verifies the bytes it will probably load: a file in
 # `zero/` is verified by the rank at the relative position of the file's writer, and a part of a weights file by the rank at
 # the relative position of the owner of the parameter's state. With the same number of ranks and the same stage as before,
 # the rank loads exactly these bytes. Otherwise a wrong guess only costs a second read: some rank still verifies each byte.

@@ -1,4 +1,4 @@
-"""Guards: parameters whose values must not be read for a while.
+"""Guards, which raise an error or wait before an operation on a tensor whose values must not be read yet.
 
 Before any operation on a tensor, torch calls `__torch_function__` if its class defines one; Parameter does not. So while the
 values of a parameter must not be read, its class is a subclass of its own class and of a mixin with `__torch_function__`.

@@ -74,8 +74,8 @@ class LoopStop(StopSignals):
             yield
         finally:
             self._with_batches -= 1
-        # Only after a backward: an evaluation loop may run on one rank only, inside the training loop. Not in the `finally`
-        # above: a loop may break or fail on one rank only, and a save needs all ranks.
+        # A save needs all ranks. So save only after a backward, because one rank alone may run an evaluation loop inside the
+        # training loop. The `finally` block does not save, because one rank alone may leave the loop or fail.
         if self._backwards() > before:
             self.end_if_due()
 

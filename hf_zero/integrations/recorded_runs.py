@@ -1,4 +1,4 @@
-"""`report: true` in accelerate and Trainer: the folder, start and end of the log."""
+"""Chooses the folder of the log for `report: true` in accelerate and Trainer, and starts and ends the log."""
 
 import sys
 import time

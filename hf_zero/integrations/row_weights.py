@@ -42,7 +42,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
     parameters = engine.state.bucketed_parameters()
     bucketed = {id(parameter) for parameter in parameters}
     saved_here = {id(tensor) for tensor in tensors.values()}
-    # The base model of adapters, of which a checkpoint stores only the checksum.
+    # For adapters, a checkpoint stores only a checksum of the base model, so the parameters of the base model are left out.
     left_out = {parameter for parameter in parameters if id(parameter) not in saved_here}
 
     def load_own() -> tuple[list[str], SaveIdentity]:

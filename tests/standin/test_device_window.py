@@ -124,7 +124,7 @@ def saved(value: torch.Tensor) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, weights_only=True)
 
 
 READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
