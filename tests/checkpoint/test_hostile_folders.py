@@ -1,5 +1,6 @@
 """Folders of somebody else's: each that does not hold what it says is one clear fault, and nothing outside of it is touched."""
 
+import itertools
 import json
 import os
 import pickle
@@ -1004,6 +1005,21 @@ def test_inputs_that_reach_new_code_are_read_or_refused(reader, request, tmp_pat
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, errors="replace"
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def fuzz_a_reader_that_allocates(rank: int, world_size: int, numbers: list[int]) -> list[str]:
+    """Fuzzes a reader that allocates 4 MB in its calls with these numbers."""
+    calls = itertools.count()
+    fuzzed_readers.READERS["allocates"] = lambda folder: fuzzed_readers.Reader(
+        lambda content: bytearray(2**22 if next(calls) in numbers else 1), [b"seed"], (CheckpointError,)
+    )
+    return fuzz_readers(rank, world_size, {"allocates": 8})
+
+
+def test_memory_that_only_one_reading_of_an_input_allocates_is_no_fault_of_the_input():
+    assert run_on_ranks(fuzz_a_reader_that_allocates, world_size=1, numbers=[5]) == [[]]
+    [wrong] = run_on_ranks(fuzz_a_reader_that_allocates, world_size=1, numbers=[5, 6])
+    assert len(wrong) == 1 and wrong[0].startswith("allocates 3: allocates 4")
 
 
 def test_a_length_in_a_pickle_is_no_allocation(tmp_path):
