@@ -318,6 +318,8 @@ class TrainingStep(StepContext):
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
         allow_norms_of(set(map(BUCKET_OF, rows)))
+        # Free the last norm first, so each step's norm gets the same memory.
+        self.last_norm = None
         # The norm is over all ranks, so each rank scales by the same coefficient.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm

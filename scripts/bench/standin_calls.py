@@ -11,9 +11,8 @@ trace shows one launch per operator, regardless of the kernels a GPU would run f
 Each entry is named by the innermost functions of the package that requested it. Requests outside of the package's functions
 belong to the model, the optimizer or autograd, and are summed up in one line for comparison. Counts are exact on a busy machine.
 
-With `--capture`, two successive steps of a `capturable` AdamW are compared, operation by operation and address by address. A
-graph gives memory that is requested during the step the same addresses in each replay, so such an address counts by the order
-of requests. Stage 3 keeps its parameters gathered.
+With `--capture`, two successive steps of a `capturable` AdamW are compared, operation by operation and address by address. The
+stand-in keeps freed memory for later requests, as torch's allocator of CUDA memory does. Stage 3 keeps its parameters gathered.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
 
 
 class Operation(NamedTuple):
-    """An operation or a request for memory, with its addresses as a graph would replay them, and the requesting functions."""
+    """An operation or a request for memory, with its addresses, and the requesting functions."""
 
     kind: str
     actor: str
@@ -114,31 +114,13 @@ class Operation(NamedTuple):
 
 
 def operations_of(entries: list[tuple[Any, ...]]) -> list[Operation]:
-    """Lists the operations of a step. Memory requested by the step is named by its number among the requests."""
-    found, blocks, requests = [], {}, 0
-    for entry in entries:
-        _thread, kind, actor, _id, accesses, name, _where = entry
-        if kind == "allocate":
-            [(begin, end, _)] = accesses
-            blocks[begin] = (end, requests)
-            requests += 1
-        elif kind == "free":
-            blocks.pop(accesses[0][0], None)
-            continue
-        elif kind not in ("do", "pin", "unpin", "join"):
-            continue
-        found.append(
-            Operation(kind, actor, name, tuple(_placed(blocks, access) for access in accesses), where_of(entry))
-        )
-    return found
-
-
-def _placed(blocks: dict[int, tuple[int, int]], access: tuple[int, int, bool]) -> tuple[Any, ...]:
-    begin, end, writes = access
-    for start, (stop, number) in blocks.items():
-        if start <= begin < stop:
-            return f"request {number}", begin - start, end - begin, writes
-    return begin, end, writes
+    """Lists the operations of a step."""
+    return [
+        Operation(kind, actor, name, tuple(accesses), where_of(entry))
+        for entry in entries
+        for _thread, kind, actor, _id, accesses, name, _where in [entry]
+        if kind in ("do", "pin", "unpin", "join", "allocate")
+    ]
 
 
 def differing(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> Counter[str]:
@@ -158,6 +140,7 @@ class Replayed(NamedTuple):
         waits: number of the host's waits for the device.
         requests: for memory, by functions of the package.
         left: requests of the step whose memory it has not freed.
+        allocated: requests of all functions for which the device allocated memory, because no freed memory had the size.
     """
 
     operations: int
@@ -165,6 +148,7 @@ class Replayed(NamedTuple):
     waits: int
     requests: Counter[str]
     left: int
+    allocated: int
 
 
 def compared_steps(compiled: ModuleType, step: Any) -> Replayed:
@@ -181,6 +165,7 @@ def compared_steps(compiled: ModuleType, step: Any) -> Replayed:
         waits=waits // 2,
         requests=Counter(each.where for each in asked if each.where != SCRIPT),
         left=len(asked) - freed,
+        allocated=sum(operation.name != "kept" for operation in asked),
     )
 
 
@@ -198,7 +183,8 @@ def count(
     from hf_zero.engine.engine import ZeroEngine
 
     compiled, found = standin_device.register(library), {}
-    with standin_device.process_group(rank, world_size, folder):
+    memory = standin_device.keeping_freed(compiled) if captures else nullcontext()
+    with standin_device.process_group(rank, world_size, folder), memory:
         device = torch.device(standin_device.NAME, rank)
         for stage, nonfinite in [(stage, each) for stage in stages for each in ("stop", "ignore")[: 1 + captures]]:
             torch.manual_seed(0)

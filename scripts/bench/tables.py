@@ -283,7 +283,7 @@ def capture(record: Record) -> dict[str, str]:
         *(("stage", "stage"), ("`nonfinite`", "nonfinite"), ("operations and requests", "operations")),
         ("of these not the same in the next step", lambda row: named(row["differing"]) or "0"),
         *(("host waits", "waits"), ("requests of memory by hf_zero", lambda row: sum(row["requests"].values()))),
-        ("requests that outlive the step", "left"),
+        *(("requests that outlive the step", "left"), ("allocations by the device", "allocated")),
     ]
     asked: dict[str, int] = {}
     for where, number in (each for row in record["rows"] for each in row["requests"].items()):

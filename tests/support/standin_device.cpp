@@ -2,7 +2,7 @@
 //
 // - There are several, and each thread has a current one, which is the first until it says otherwise.
 // - Its memory is closed to the host (PROT_NONE) but for the length of an operator: who touches it dies.
-// - New memory is NaN (0xff), freed memory is unmapped.
+// - New memory is NaN (0xff), freed memory is unmapped, or kept for later requests as by torch's allocator of CUDA memory.
 // - Copies that need not block happen as late as they may: on a side stream when something waits for a later event of it, and
 //   from the device's own stream into host memory, which reads NaN until then. What is freed before is a hazard, noted.
 // - A stream may be held up, by a collective (standin_communicator.cpp). The host is not, before it asks that stream for more.
@@ -30,7 +30,7 @@ namespace standin {
 // ---- memory ----
 
 struct Block {
-  c10::DeviceIndex device;
+  StreamKey stream; // that was current at the request
   size_t nbytes;
   bool is_guarded;          // no access but by operators
   int open = 0;             // operators that use it now
@@ -42,6 +42,9 @@ struct Block {
 std::recursive_mutex lock;
 std::map<char*, Block> blocks;
 size_t held = 0, peak = 0;
+// Freed blocks, by stream and size, which are given out again, the lowest address first.
+bool keeps_freed = false;
+std::map<std::pair<StreamKey, size_t>, std::set<char*>> kept;
 int64_t deferred = 0;
 std::vector<std::string> hazards;
 
@@ -92,9 +95,21 @@ void touch(c10::DeviceIndex device) {
 // ---- memory of a device ----
 
 void unmap(std::map<char*, Block>::iterator block) {
+  if (keeps_freed) {
+    block->second.is_recorded = block->second.is_freed = false;
+    kept[{block->second.stream, block->second.nbytes}].insert(block->first);
+    return;
+  }
   held -= block->second.nbytes;
   munmap(block->first, block->second.nbytes);
   blocks.erase(block);
+}
+
+void keep_freed(bool keeps) {
+  Locked guard;
+  keeps_freed = keeps;
+  for (auto& [_, addresses] : std::exchange(kept, {}))
+    for (char* address : addresses) unmap(blocks.find(address));
 }
 
 std::map<char*, Block>::iterator block_of(const void* address) {
@@ -117,21 +132,25 @@ void release(void* address) {
   block->second.is_freed = true;
 }
 
-void* map(size_t nbytes) {
+// Memory of the device, and whether it is new.
+std::pair<char*, bool> map(size_t nbytes) {
   Excluded excluded;
   Locked guard;
   const size_t page = sysconf(_SC_PAGESIZE), mapped = (nbytes + page - 1) / page * page;
+  const auto stream = current_stream(current_device);
+  if (const auto free = kept.find({stream, mapped}); free != kept.end() && !free->second.empty())
+    return {free->second.extract(free->second.begin()).value(), false};
   TORCH_CHECK_WITH(OutOfMemoryError, held + mapped <= kCapacity, "out of memory on the stand-in device");
-  auto address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto address = (char*)mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(address != MAP_FAILED, "mmap failed");
   memset(address, 0xff, mapped);
   // While a trace is kept, the trace tells who uses the memory: to close it costs a fifth of the time.
   const bool is_guarded = !tracing && !timing;
   if (is_guarded) mprotect(address, mapped, PROT_NONE);
-  blocks[(char*)address] = {current_device, mapped, is_guarded};
+  blocks[address] = {stream, mapped, is_guarded};
   held += mapped;
   peak = std::max(peak, held);
-  return address;
+  return {address, true};
 }
 
 struct Memory final : c10::Allocator {
@@ -139,8 +158,9 @@ struct Memory final : c10::Allocator {
     const c10::Device device(kType, current_device);
     if (nbytes == 0) return {nullptr, nullptr, &release, device};
     touch(current_device);
-    const auto address = map(nbytes);
-    trace("allocate", name_of(current_stream(current_device)), "", {{uint64_t(address), uint64_t(address) + nbytes, true}});
+    const auto [address, is_new] = map(nbytes);
+    trace("allocate", name_of(current_stream(current_device)), "", {{uint64_t(address), uint64_t(address) + nbytes, true}},
+          is_new ? "" : "kept");
     return {address, address, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -154,7 +174,7 @@ c10::Allocator* memory() {
 
 c10::DeviceIndex device_of(const void* address) {
   Locked guard;
-  return block_of(address)->second.device;
+  return block_of(address)->second.stream.first;
 }
 
 void record_stream(const at::Tensor& tensor) {

@@ -95,6 +95,9 @@ c10::Allocator* memory();
 c10::DeviceIndex device_of(const void* address);
 void record_stream(const at::Tensor& tensor);
 
+// Whether freed memory is kept for later requests, as by torch's allocator of CUDA memory. What is kept at the end is unmapped.
+void keep_freed(bool keeps);
+
 // Opens blocks to the host for as long as it lives.
 class Opened {
  public:
@@ -168,7 +171,8 @@ void note_values(std::vector<Access>& accesses, Values values, const std::vector
 //   do                   reads and writes memory
 //   give, take           what comes behind a `take` of an id comes behind what its giver had done by then
 //   join                 likewise, for all that the actor named by the id was asked for; all but threads without an id
-//   allocate, free       memory of a device, on the stream that is current; `keep`: not to be given out again under that stream's use
+//   allocate, free       memory of a device, on the stream that is current, "kept" if it had been freed; `keep`: not to be given out
+//                        again under that stream's use
 //   drop                 the last reference to memory, behind all that threads did with it
 //   pin, unpin           host memory; the id is "torch" for its own allocator's, which keeps it as long as copies of it run
 //   worker               this thread is none of the script's

@@ -119,6 +119,16 @@ def process_group(
     yield
 
 
+@contextmanager
+def keeping_freed(compiled: ModuleType) -> Iterator[None]:
+    """Keeps freed memory of the device for later requests, as torch's allocator of CUDA memory does."""
+    compiled.keep_freed(True)
+    try:
+        yield
+    finally:
+        compiled.keep_freed(False)
+
+
 def _device_module(compiled: ModuleType, name: str) -> ModuleType:
     """Returns a module like torch.cuda, with the functions used here."""
     module = ModuleType(f"torch.{name}")

@@ -303,6 +303,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("timed_events", [] { return timed_events; });
   module.def("contexts", [] { return contexts; });
   module.def("keep_to", [](int device) { only_device = device; });
+  module.def("keep_freed", &keep_freed);
   module.def("host_register", &host_register);
   module.def("host_unregister", &host_unregister);
   define_communicator(module);
