@@ -302,7 +302,7 @@ MASTER = "master"
 """The kind of the fp32 master weights."""
 
 RESIDUAL = "residual."
-"""Prefix of the quantization residual of a rank's gradients, followed by the rank's number. Covers whole parameters."""
+"""Prefix of quantization residuals."""
 
 OUTER = "outer."
 """Prefix of outer steps' state, followed by their optimizer's own name."""
@@ -338,6 +338,7 @@ class StateRow:
         own_shape: shape of a state tensor without one value per element of the parameter (for example a factor of rows), which
             is stored on one rank; None for state with the parameter's shape.
         tensor: the live state, 1-D with `interval.numel` elements; packed state is unpacked by its `detach`.
+        of_each: index and number, if several ranks or groups each have a tensor of this kind for the same elements.
     """
 
     kind: str
@@ -345,6 +346,7 @@ class StateRow:
     interval: Interval
     own_shape: tuple[int, ...] | None
     tensor: torch.Tensor | PackedPart
+    of_each: tuple[int, int] | None = None
 
 
 def kind_of(name: str) -> str:

@@ -21,10 +21,14 @@ from .hashes import HASH_DIGITS, FileRecord, Written, chunks_in
 from .json_files import is_shape, is_size, parse_json, read_text
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 WEIGHTS = "weights"
 """The kind of the rows with the model's own weights, in a checkpoint of layout `sharded`."""
+
+STACKS = ("residual.*", "residual.between.*")
+"""Kinds of state that several ranks have for the same elements of a parameter. Their rows are those of one tensor: all the ranks'
+tensors, stacked along a first dimension. A reader calls each of these tensors by its number instead of the star."""
 
 _NESTED = "nested."
 """Prefix of the `scalars` entry which describes a list, tuple or dict in the optimizer's state."""
@@ -351,7 +355,7 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
     version = content["format_version"]
     held = _as_fields(content, "the manifest", {"format_version", *_FIELDS[version]})
     world_size = _as_size(held["world_size"], "world_size")
-    rows = _rows(held, world_size) if version == FORMAT_VERSION else _rows_one_by_one(folder, held, world_size)
+    rows = _rows(held, world_size) if version >= _WITH_CUTS else _rows_one_by_one(folder, held, world_size)
     return Manifest(
         world_size=world_size,
         rows=rows,
@@ -378,6 +382,9 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
     )
 
 
+_WITH_CUTS = 7
+"""First format whose rows are `EvenCuts`."""
+
 _ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"} | {"boxes"}
 _FIELDS = {
     4: _ALL_FIELDS - {"boxes", "save"},
@@ -385,6 +392,8 @@ _FIELDS = {
     5: _ALL_FIELDS - {"save"},
     # One entry per row and rank.
     6: _ALL_FIELDS,
+    # Residuals of each rank as a kind.
+    _WITH_CUTS: _ALL_FIELDS,
     FORMAT_VERSION: _ALL_FIELDS,
 }
 """Format version → the fields of its manifest."""
@@ -406,12 +415,20 @@ def _refuse_contradictions(manifest: Manifest) -> None:
         if box.shape != whole:
             raise _FieldError(f"`boxes` have a part of {box.shape} of {rows.name[:200]!r}, which is {whole}")
         _refuse_beyond(*rows.cuts.whole, box.local_shape, f"a row of {rows.kind} of {rows.name[:200]!r}")
-    # After this check, no loop over ranks is longer than the lists of files, however many ranks a row counts.
+    # After these checks, no loop over ranks is longer than the lists of files, however many ranks a row counts.
     files = {*manifest.elsewhere, *(PurePosixPath(name).name for name in manifest.files)}
     for rank in (rank for ranks in _ranks_of(manifest.rows) for rank in ranks):
         file = row_file(rank, manifest.world_size)
         if file not in files:
             raise _FieldError(f"{file} has rows and is not among the files")
+    for name, kinds in manifest.kinds.items():
+        for kind in (kind for kind in kinds if kind in STACKS):
+            shape, each = manifest.own_shapes.get(name, {}).get(kind, ()), manifest.shapes[name]
+            if not shape or shape[1:] != each or not 0 < shape[0] <= len(files):
+                raise _FieldError(
+                    f"own_shapes have {str(shape)[:80]} for {kind!r} of {name[:200]!r} with {str(each)[:80]}, and there are "
+                    f"{len(files)} files"
+                )
 
 
 def _rows(held: Mapping[str, Any], world_size: int) -> tuple[SavedRows, ...]:

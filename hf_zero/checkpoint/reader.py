@@ -3,6 +3,8 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
 from .faults import CheckpointError, read_fault, shown
 from .files import refuse_links
-from .manifest import Manifest, SavedRow, SavedRows, named_save, refuse_other_save
+from .manifest import STACKS, Manifest, SavedRow, SavedRows, named_save, refuse_other_save
 from .mapped_tensors import dtype_named, mapped_tensors
 from .safetensors_headers import save_in
 
@@ -50,16 +52,20 @@ class CheckpointReader:
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Lists a parameter's kinds of state with one value per element."""
+        """Lists a parameter's kinds of state with one value per element, each tensor of a stack by its own name."""
         own = self.manifest.own_shapes.get(name, {})
-        return tuple(kind for kind in self.manifest.kinds.get(name, ()) if kind not in own)
+        kinds = self.manifest.kinds.get(name, ())
+        stacked = (_numbered(kind, own[kind][0]) for kind in kinds if kind in own and kind in STACKS)
+        return tuple(chain((kind for kind in kinds if kind not in own), *stacked))
 
     def scalars_of(self, name: str) -> dict[str, Any]:
         """Returns the state of a parameter as a whole: scalars, and tensors of their own shape. All tensors are new."""
         scalars = {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
         own = self.manifest.own_shapes.get(name, {})
         return scalars | {
-            kind: self.read(kind, name, Interval(0, math.prod(shape))).view(shape) for kind, shape in own.items()
+            kind: self.read(kind, name, Interval(0, math.prod(shape))).view(shape)
+            for kind, shape in own.items()
+            if kind not in STACKS
         }
 
     def check_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -85,6 +91,9 @@ class CheckpointReader:
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
         """Reads the elements `interval` of one kind of state of one whole parameter as a 1-D host tensor."""
+        beginning, _, number = kind.rpartition(".")
+        if number.isdecimal() and f"{beginning}.*" in self.manifest.own_shapes.get(name, {}):
+            kind, interval = f"{beginning}.*", interval.shift(int(number) * math.prod(self.manifest.shapes[name]))
         runs = self._runs.get((kind, name))
         if runs is None:
             # Sort once per tensor: a resume reads each parameter's rows separately.
@@ -155,6 +164,12 @@ class CheckpointReader:
         ask_for(values)
         # Clone, because a view would keep the whole file mapped for as long as the state exists.
         return values.clone()
+
+
+@lru_cache(maxsize=8)
+def _numbered(stack: str, count: int) -> tuple[str, ...]:
+    """Names the tensors of a stack. Cached, because many parameters have stacks of as many tensors."""
+    return tuple(f"{stack[:-1]}{number}" for number in range(count))
 
 
 class _Runs:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from ..versions import __version__
 from .faults import CheckpointError
 from .hashes import Written
 from .live_pieces import LivePieces, Piece, dtype_name, lay_out, write_all
-from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRows, row_file
+from .manifest import MANIFEST_NAME, STACKS, WEIGHTS, Manifest, SavedRows, row_file
 from .on_all_ranks import merged_on_all_ranks, on_all_ranks
 from .safetensors_headers import SAVE_KEY
 from .staging import Values
@@ -32,6 +32,9 @@ _THEN = (
     "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
     "writable."
 )
+
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +71,15 @@ class RowsOfRanks:
     ) -> "RowsOfRanks":
         """Describes the rows of one rank. Arguments as of `plan_rows`."""
         # Group the kinds by interval, because most kinds of a parameter's state are cut at the same elements.
-        parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
+        parts: dict[tuple[str, Interval, int], list[tuple[str, str]]] = {}
         for kind, name, interval, tensor in rows:
-            parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))
+            count = own_shapes[name][kind][0] if kind in STACKS else 0
+            parts.setdefault((name, interval, count), []).append((kind, dtype_name(name, tensor.dtype)))
         found: dict[tuple[str, tuple[tuple[str, str], ...], Box | None], list[Cuts]] = {}
-        for (name, (start, stop)), kinds in parts.items():
+        for (name, (start, stop), count), kinds in parts.items():
             cuts = EvenCuts(start, stop, 0, stop), range(rank, rank + 1)
-            found.setdefault((name, tuple(kinds), boxes.get(name)), []).append(cuts)
+            box = boxes.get(name)
+            found.setdefault((name, tuple(kinds), box.stacked(count) if box and count else box), []).append(cuts)
         return cls(ranks=(Interval(rank, rank + 1),), shapes=shapes, scalars=scalars, own_shapes=own_shapes, rows=found)
 
     def merged(self, other: "RowsOfRanks") -> "RowsOfRanks":
@@ -90,7 +95,12 @@ class RowsOfRanks:
             ranks=tuple(joined_intervals([*self.ranks, *other.ranks])),
             shapes=self.shapes | other.shapes,
             scalars=self.scalars | _of_either(self.scalars, other.scalars),
-            own_shapes=self.own_shapes | _of_either(self.own_shapes, other.own_shapes),
+            # One rank has a factor of rows that no other rank has, and all ranks have a residual of the same parameter.
+            own_shapes=self.own_shapes
+            | {
+                name: (mine := self.own_shapes.get(name, {})) | _of_either(mine, shapes)
+                for name, shapes in other.own_shapes.items()
+            },
             rows=rows,
         )
 
@@ -118,12 +128,12 @@ class RowsOfRanks:
             rows=tuple(rows),
             scalars=dict(sorted(self.scalars.items(), key=place)),
             optimizers=tuple(optimizers),
-            own_shapes=dict(sorted(self.own_shapes.items(), key=place)),
+            own_shapes={name: dict(sorted(of.items())) for name, of in sorted(self.own_shapes.items(), key=place)},
             versions=dict(versions_of(*_LIBRARIES)),
         )
 
 
-def _of_either(mine: Mapping[str, dict], theirs: Mapping[str, dict]) -> dict[str, dict]:
+def _of_either(mine: Mapping[str, Value], theirs: Mapping[str, Value]) -> dict[str, Value]:
     """Returns the values of both; of two different ones the same one on all ranks, whose manifests must be equal."""
     return {
         name: value if name not in mine or mine[name] == value else min(mine[name], value, key=repr)
@@ -153,7 +163,8 @@ def plan_rows(
         shapes, scalars: for the parameters of this rank's rows.
         optimizers: returns JSON values, the same on every rank; raises if an optimizer cannot be saved.
         merge: merges the values of all ranks.
-        own_shapes: name → kind → shape, for this rank's state tensors whose shape differs from the parameter's.
+        own_shapes: name → kind → shape, for this rank's state tensors whose shape differs from the parameter's; of `STACKS` the
+            shape of the whole stack.
         boxes: name → the box of the parameter whose elements this rank's intervals count, if it is not the whole parameter.
 
     Raises:

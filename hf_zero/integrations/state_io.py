@@ -193,24 +193,33 @@ def plan_state(
     """
     groups = engine.world_groups
     saved = engine.state.to_save() if with_state else SavedState()
+    shapes, boxes = engine.state.shapes(), engine.state.boxes()
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    rows: list[Row] = []
     for row in saved.rows:
-        if row.own_shape is not None:
-            own_shapes.setdefault(row.name, {})[row.kind] = row.own_shape
+        shape, interval = row.own_shape, row.interval
+        if row.of_each is not None:
+            index, count = row.of_each
+            whole = shapes[row.name]
+            shape = (count, *whole)
+            interval = interval.shift(index * boxes.get(row.name, Box.whole(whole)).numel)
+        if shape is not None:
+            own_shapes.setdefault(row.name, {})[row.kind] = shape
+        rows.append((row.kind, row.name, interval, row.tensor))
     return plan_rows(
         Path(folder),
         rank=groups.rank,
         world_size=groups.world_size,
         stage=engine.config.stage,
         save=engine.world.exchange(new_save())[0] if save is None else save,
-        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
-        shapes=engine.state.shapes(),
+        rows=[*weights, *rows],
+        shapes=shapes,
         scalars=saved.scalars,
         # Called inside the collective work, so an optimizer that cannot be saved fails on all ranks.
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
         merge=engine.world.merge,
         own_shapes=own_shapes,
-        boxes=engine.state.boxes(),
+        boxes=boxes,
     )
 
 

@@ -45,6 +45,10 @@ class Box:
         kept = tuple(_within(self.ranges[dim], interval))
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
+    def stacked(self, count: int) -> "Box":
+        """Returns this part of each of `count` tensors, stacked along a new first dimension."""
+        return Box((count, *self.shape), ((Interval(0, count),), *self.ranges))
+
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(sum(each.numel for each in ranges) for ranges in self.ranges)

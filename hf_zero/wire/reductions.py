@@ -17,7 +17,7 @@ from ..layout.intervals import Interval
 from ..step.reductions import Reduction
 from .block_collectives import all_gather_blocks, reduce_scatter_blocks
 from .quantise import BlockFormat
-from .residuals import BETWEEN, OF_SUMS, Residuals
+from .residuals import BETWEEN, OF_GROUPS, OF_RANKS, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
 """Every so many backward passes, one bucket is also reduced exactly, to measure the error."""
@@ -90,30 +90,46 @@ def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Ro
     """Returns the route for `groups`: `BetweenGroups` if there are several shard groups."""
 
     def of_rank(kind: str, groups: Groups) -> bool:
-        if not kind.startswith(RESIDUAL):
-            return False
         number, rank = kind.removeprefix(RESIDUAL), groups.rank
         # Residuals between groups continue on rank 0 if there is only one group now.
         return int(number) % groups.world_size == rank if number.isdigit() else groups.replicate.size == 1 and rank == 0
 
     def of_group(kind: str, groups: Groups) -> bool:
         replicate = groups.replicate
-        return kind.startswith(BETWEEN) and int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.index
+        return int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.index
 
     def part_of_shard(bucket: Bucket) -> Interval:
         replicate = bucket.group.groups.replicate
         numel = bucket.own_interval.numel // replicate.size
         return Interval(0, numel).shift(bucket.own_interval.start + replicate.index * numel)
 
-    whole = Residuals(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
+    whole = Residuals(
+        kind=OF_RANKS,
+        of_each=lambda own: (own.rank, own.world_size),
+        interval_of=lambda bucket: Interval(0, bucket.layout.numel),
+        begins=RESIDUAL,
+        takes=of_rank,
+    )
     within = Route(format, whole)
     if groups.replicate.size == 1:
         return within
     return BetweenGroups(
         format,
         within=within,
-        between=Residuals(lambda own: f"{BETWEEN}{own.replicate.index}", lambda bucket: bucket.own_interval, of_group),
-        of_sums=Residuals(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
+        between=Residuals(
+            kind=OF_GROUPS,
+            of_each=lambda own: (own.replicate.index, own.replicate.size),
+            interval_of=lambda bucket: bucket.own_interval,
+            begins=BETWEEN,
+            takes=of_group,
+        ),
+        of_sums=Residuals(
+            kind=OF_SUMS,
+            of_each=lambda own: None,
+            interval_of=part_of_shard,
+            begins=OF_SUMS,
+            takes=lambda kind, own: True,
+        ),
         order=order,
     )
 

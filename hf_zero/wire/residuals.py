@@ -16,9 +16,15 @@ from ..comm.groups import Groups
 from ..device import allocate
 from ..layout.intervals import Interval
 
+OF_RANKS = f"{RESIDUAL}*"
+"""The kind of residuals of the ranks' gradients. Each rank stores one of whole parameters. When a checkpoint is read, the star is
+the rank's number."""
+
 BETWEEN = f"{RESIDUAL}between."
-"""Prefix of the kind of residuals between shard groups. The index of the shard group follows, and each of its ranks stores a
-part."""
+"""Prefix of residuals between shard groups, followed by the shard group's number. Each rank of the group stores a part."""
+
+OF_GROUPS = f"{BETWEEN}*"
+"""The kind of these residuals of all shard groups."""
 
 OF_SUMS = f"{RESIDUAL}sums"
 """The kind of residuals of the sums over all ranks. Each rank stores a part."""
@@ -28,19 +34,25 @@ class Residuals:
     """The residuals of one collective on this rank, one for each bucket.
 
     Args:
-        kind_in: returns the kind of their rows in a checkpoint, given the ranks that share a bucket.
+        kind: the kind of their rows in a checkpoint.
+        of_each: see `StateRow`, given the ranks that share a bucket.
         interval_of: returns the interval of a bucket that this rank sends.
-        takes: whether these residuals load a saved kind, given the ranks that share a bucket.
+        begins: beginning of the saved kinds that these residuals load, on some rank.
+        takes: whether this rank's residuals load one of these, given the ranks that share a bucket.
     """
 
     def __init__(
         self,
-        kind_in: Callable[[Groups], str],
+        kind: str,
+        of_each: Callable[[Groups], tuple[int, int] | None],
         interval_of: Callable[[Bucket], Interval],
+        begins: str,
         takes: Callable[[str, Groups], bool],
     ):
-        self._kind_in = kind_in
+        self._kind = kind
+        self._of_each = of_each
         self._interval_of = interval_of
+        self._begins = begins
         self._takes = takes
         self._of: dict[Bucket, torch.Tensor] = {}
 
@@ -57,14 +69,15 @@ class Residuals:
     def rows(self) -> Iterator[StateRow]:
         """Yields copies of all residuals, because the next backward modifies them before a background save has finished."""
         for bucket, residual in self._of.items():
-            kind = self._kind_in(bucket.group.groups)
+            of_each = self._of_each(bucket.group.groups)
             for name, in_parameter, in_residual in self._cuts(bucket):
                 yield StateRow(
-                    kind=kind,
+                    kind=self._kind,
                     name=name,
                     interval=in_parameter,
                     own_shape=None,
                     tensor=residual[in_residual].to("cpu", copy=True),
+                    of_each=of_each,
                 )
 
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
@@ -72,9 +85,11 @@ class Residuals:
         self._of.clear()
         for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
-                for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
+                for kind in (kind for kind in kinds_of(name) if kind.startswith(self._begins)):
+                    # Also make the residual of a rank that loads none: a save before the next backward needs those of all ranks.
                     target = self.of(bucket)[in_residual]
-                    target.add_(read(kind, name, in_parameter).to(target.device))
+                    if self._takes(kind, bucket.group.groups):
+                        target.add_(read(kind, name, in_parameter).to(target.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
         """Yields (name, interval of the parameter, slice of the residual) for each parameter in the residual."""

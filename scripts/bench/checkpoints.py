@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import os
 import pickle
 import shutil
@@ -34,9 +35,10 @@ from transformers import Trainer, TrainerCallback
 
 from hf_zero.checkpoint.commit import seal
 from hf_zero.checkpoint.disks import Disk
-from hf_zero.checkpoint.hashes import FileRecord, chunks_in
+from hf_zero.checkpoint.hashes import HASH_DIGITS, FileRecord, chunks_in
 from hf_zero.checkpoint.live_pieces import lay_out
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
+from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.rows import RowsOfRanks
 from hf_zero.comm.control import rounds
 from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
@@ -268,30 +270,41 @@ def held_by(parameters: int, numel: int, bucket_bytes: int, ranks: int) -> tuple
     return specs, held
 
 
-def rows_of(specs: list[ParameterSpec], held: list[Held], ranks: Iterable[int]) -> RowsOfRanks:
+def rows_of(
+    specs: list[ParameterSpec], held: list[Held], ranks: Iterable[int], *, residuals: bool = False
+) -> RowsOfRanks:
     """Returns what `plan_rows` has of these ranks after they have merged their rows."""
     parts: dict[str, list[tuple[Interval, int]]] = {}
     for rank in ranks:
         for name, interval in held[rank]:
             parts.setdefault(name, []).append((interval, rank))
     kinds = tuple((kind, "F32") for kind in KINDS)
+    rows: dict = {(name, kinds, None): even_cuts(of_name) for name, of_name in parts.items()}
+    if residuals:
+        for spec in specs:
+            each = [(Interval(0, spec.numel).shift(rank * spec.numel), rank) for rank in ranks]
+            rows[spec.name, (("residual.*", "BF16"),), None] = even_cuts(each)
     return RowsOfRanks(
         ranks=tuple(joined_intervals(Interval(rank, rank + 1) for rank in ranks)),
         shapes={spec.name: (spec.numel,) for spec in specs},
         scalars={spec.name: {"step": {"dtype": "float32", "value": 1.0}} for spec in specs},
-        own_shapes={},
-        rows={(name, kinds, None): even_cuts(of_name) for name, of_name in parts.items()},
+        own_shapes={spec.name: {"residual.*": (len(held), spec.numel)} for spec in specs} if residuals else {},
+        rows=rows,
     )
 
 
-def merge_rows(specs: list[ParameterSpec], held: list[Held]) -> tuple[RowsOfRanks, int, float]:
+def merge_rows(
+    specs: list[ParameterSpec], held: list[Held], *, residuals: bool = False
+) -> tuple[RowsOfRanks, int, float]:
     """Merges the rows of all ranks on one of them, in the rounds of `Control`; returns them, received bytes and CPU seconds."""
     size, rank = len(held), len(held) // 2
-    mine, known, received, cpu_s = rows_of(specs, held, [rank]), 1, 0, 0.0
+    mine, known, received, cpu_s = rows_of(specs, held, [rank], residuals=residuals), 1, 0, 0.0
     for distances in rounds(size):
         # What each sender has merged in the rounds before, as its message.
         messages = [
-            pickle.dumps(rows_of(specs, held, [(rank - far - near) % size for near in range(known)]))
+            pickle.dumps(
+                rows_of(specs, held, [(rank - far - near) % size for near in range(known)], residuals=residuals)
+            )
             for far in distances
         ]
         received += sum(map(len, messages))
@@ -360,6 +373,41 @@ def show_manifests() -> None:
             )
 
 
+def show_residuals() -> None:
+    """Prints the same of error feedback, with which each rank saves a residual of the whole model. Checksums are left out."""
+    print("model  ranks  entries of residuals       bytes  in format 7  read s  received  checksums of residuals")
+    for model, sizes in LARGE.items():
+        for ranks in WORLD_SIZES:
+            specs, held = held_by(*sizes, ranks)
+            merged, received, _ = merge_rows(specs, held, residuals=True)
+            record = FileRecord(size=0, xxh3=("0" * 16,))
+            manifest = merged.manifest(ranks, 3, ()).with_files(
+                {f"zero/{row_file(rank, ranks)}": record for rank in range(ranks)}
+            )
+            entries = [rows for rows in manifest.rows if rows.kind == "residual.*"]
+            # A kind, and a row with a kind, a name, a dtype and seven numbers, for each rank.
+            before = sum(
+                len(json.dumps([kind := f"residual.{rank}", [kind, rows.name, "BF16", None, rank, 1, 0, *[stop] * 2]]))
+                for rows, stop in ((rows, rows.cuts.cut) for rows in entries)
+                for rank in range(ranks)
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "zero"
+                path.mkdir()
+                manifest.write(path)
+                clocks = Clocks()
+                with CheckpointReader(path) as reader:
+                    assert all(len(reader.kinds_of(spec.name)) == len(KINDS) + ranks for spec in specs)
+                read_s = clocks.spent().cpu_s
+                nbytes = (path / MANIFEST_NAME).stat().st_size
+            checksums = ranks * HASH_DIGITS * chunks_in(2 * sizes[1])
+            print(
+                f"{model:>5}  {ranks:>5}  {len(entries):>20,}  {nbytes:>10,}  {before:>11,}  {read_s:>6.2f}  {received:>8,}"
+                f"  {checksums:>22,}",
+                flush=True,
+            )
+
+
 def main() -> None:
     options = read_options(
         __doc__,
@@ -373,6 +421,7 @@ def main() -> None:
     )
     if options.manifests:
         show_manifests()
+        show_residuals()
         return
     PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.arguments"])
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:

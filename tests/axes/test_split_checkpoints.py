@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.split_model import CopyChecks
@@ -100,12 +101,13 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("kind", "settings", "start", "layouts"),
     [
-        ("mixtral", {"stage": 3}, "tp2 ep4", ["one", "ep2"]),
+        ("mixtral", {"stage": 3, "comm": {"gradients": "int8"}}, "tp2 ep4", ["one", "ep2"]),
         slow("llama", {"stage": 2}, "tp2 x dp2", ["one", "dp4", "tp4"]),
         slow("mixtral", {"stage": 3}, "tp2 ep2", ["dp4", "tp4 ep4", "one", "ep2"]),
         slow("mixtral", {"stage": 0}, "ep2", ["ep4", "one", "tp2 ep4"]),
         slow("mixtral", {"stage": 2}, "tp2 ep4", ["ep2", "dp4", "tp2 x dp2"]),
         slow("mixtral", {"stage": 3}, "ep4", ["tp2 ep4", "one"]),
+        slow("mixtral", {"stage": 3}, "tp2 ep4", ["one", "ep2"]),
         slow("mixtral", {"stage": 2, "comm": {"gradients": "int8"}}, "tp2 ep4", ["ep2", "one"]),
         slow("llama", {"stage": 3, "comm": {"gradients": "int8", "weights": "int8"}}, "tp2 x dp2", ["tp4", "dp4"]),
     ],
@@ -124,6 +126,7 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
     for layout in layouts:
         away = tmp_path / layout
         for kept in run(layout, away, first):
+            assert checkpoint_faults(away, ZERO_FOLDER) == []
             assert kept.keys() == saved.keys()
             assert all(np.array_equal(kept[name], saved[name]) for name in saved)
     for kept in run(start, tmp_path / "back", tmp_path / layouts[0]):

@@ -403,6 +403,12 @@ def of_many_ranks(content: dict) -> None:
     content["shapes"][content["rows"][0][1]] = [2**61]
 
 
+def with_residuals(content: dict, *shape: int) -> None:
+    """Adds residuals of a parameter without elements, whose rows are therefore complete."""
+    content["shapes"]["empty"], content["kinds"]["empty"] = [0], ["residual.*"]
+    content["own_shapes"]["empty"] = {"residual.*": shape} if shape else {}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -418,6 +424,12 @@ def of_many_ranks(content: dict) -> None:
         (lambda content: content.update(step=3), "trainer_state.json is of step 4, and the checkpoint of 3"),
         (lambda content: content["rows"][0].__setitem__(2, "F16"), "has dtype F32 in zero/rank-0000"),
         (with_a_plain_step, "scalars has 'step' as a tensor for one of"),
+        (
+            lambda content: with_residuals(content, 2**62, 0),
+            f"own_shapes have ({2**62}, 0) for 'residual.*' of 'empty'",
+        ),
+        (lambda content: with_residuals(content, 2, 1), "own_shapes have (2, 1) for 'residual.*' of 'empty' with (0,)"),
+        (with_residuals, "own_shapes have () for 'residual.*' of 'empty'"),
     ],
     ids=[
         "a short row",
@@ -432,6 +444,9 @@ def of_many_ranks(content: dict) -> None:
         "step",
         "dtype",
         "a plain state",
+        "more residuals than files",
+        "residuals of another shape",
+        "residuals without a shape",
     ],
 )
 def test_a_manifest_that_does_not_describe_its_folder_is_refused(change, says, checkpoint):

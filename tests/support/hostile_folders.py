@@ -43,16 +43,32 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
     path.write_text(json.dumps({**content, "xxh3": digest}, indent=1))
 
 
-def list_rows(content: dict) -> None:
-    """Converts a manifest to format 6, which lists each row of each rank, and the boxes of each file."""
-    rows, boxes = [], {}
+def list_rows(content: dict, *, by_number: bool = True) -> None:
+    """Converts a manifest to format 6, which lists each row of each rank, and the boxes of each file.
+
+    Args:
+        by_number: gives the residual of each rank a kind with its number, as that format has it. Each has to be on one rank.
+    """
+    rows, boxes, kinds = [], {}, {name: dict.fromkeys(kinds) for name, kinds in content["kinds"].items()}
     for kind, name, dtype, box, first, step, start, cut, numel, stop in content["rows"]:
-        for index, part in enumerate(pairwise([start, *range(cut, stop, numel or 1), stop])):
+        whole, ranges = (None, None) if box is None else content["boxes"][box]
+        for index, (begin, end) in enumerate(pairwise([start, *range(cut, stop, numel or 1), stop])):
             file = f"rank-{first + index * step:05d}-of-{content['world_size']:05d}.safetensors"
-            rows.append([kind, name, *part, file, f"{kind}/{name}", dtype])
+            own, at = kind, begin
+            if by_number and kind.endswith(".*"):
+                own, at = f"{kind[:-1]}{begin // (end - begin)}", 0
+                kinds[name][own] = None
+            rows.append([own, name, at, at + end - begin, file, f"{own}/{name}", dtype])
             if box is not None:
-                boxes.setdefault(file, {})[name] = content["boxes"][box]
+                boxes.setdefault(file, {})[name] = [whole[1:], ranges[1:]] if own != kind else [whole, ranges]
     content.update(format_version=6, rows=rows, boxes=boxes)
+    if not by_number:
+        return
+    content["kinds"] = {name: [kind for kind in found if not kind.endswith(".*")] for name, found in kinds.items()}
+    for name, shapes in list(content["own_shapes"].items()):
+        shapes.pop("residual.*", None)
+        if not shapes:
+            del content["own_shapes"][name]
 
 
 def as_before_ids(checkpoint: Path) -> None:

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from cells import short_of, slow
+from hostile_folders import list_rows, resign, with_header
 from ranks import run_ranks
 from shared_ranks import on_ranks
 from torch import nn
 from training import Job, train
 from wire_runs import go_on, resume, save, setting, start
 
+from hf_zero.checkpoint.manifest import row_file
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import Label
@@ -23,6 +26,7 @@ from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
+from hf_zero.integrations.state_io import ZERO_FOLDER
 from hf_zero.step.nonfinite import NonFiniteGradientError
 from hf_zero.wire.block_collectives import all_gather_blocks, reduce_scatter_blocks
 from hf_zero.wire.quantise import BlockFormat, round_to_blocks
@@ -261,8 +265,11 @@ def saves_and_resumes(rank: int, world_size: int, root: str, cells: list[tuple[i
         assert engine.memory_report().total_bytes > 0 and not list(engine.state.residual_rows())
 
 
-def residuals_of(rank: int, world_size: int, folder: str) -> dict[str, np.ndarray]:
-    _, _, engine = resume(setting(2, {"gradients": "int8"}), Path(folder))
+def residuals_of(rank: int, world_size: int, folder: str, again: str | None) -> dict[str, np.ndarray]:
+    """Returns this rank's residuals after a resume; saves them to `again`."""
+    model, _, engine = resume(setting(2, {"gradients": "int8"}), Path(folder))
+    if again is not None:
+        save(engine, model, Path(again))
     return {row.name: row.tensor.double().numpy() for row in engine.state.residual_rows()}
 
 
@@ -271,8 +278,9 @@ def saves_residuals(rank: int, world_size: int, folder: str) -> None:
     save(engine, model, Path(folder))
 
 
-def summed_residuals(world_size: int, folder: Path) -> dict[str, np.ndarray]:
-    by_rank = run_ranks(residuals_of, world_size=world_size, time_limit_s=60, keyword_arguments={"folder": str(folder)})
+def summed_residuals(world_size: int, folder: Path, again: Path | None = None) -> dict[str, np.ndarray]:
+    arguments = {"folder": str(folder), "again": None if again is None else str(again)}
+    by_rank = run_ranks(residuals_of, world_size=world_size, time_limit_s=60, keyword_arguments=arguments)
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)
     return {name: sum(theirs[name] for theirs in by_rank if name in theirs) for name in names}
 
@@ -300,10 +308,31 @@ def test_a_run_goes_on_in_blocks_where_it_was_exact_and_the_other_way_round(rank
 def test_residuals_are_saved_and_their_sum_goes_on_at_a_larger_world_size(tmp_path):
     arguments = {"root": str(tmp_path), "cells": [(2, BOTH)]}
     run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
-    saved, resumed = (summed_residuals(world_size, tmp_path / "stage2") for world_size in (2, 3))
-    assert saved and saved.keys() == resumed.keys()
-    assert any(values.any() for values in saved.values())
-    assert all(np.array_equal(saved[name], resumed[name]) for name in saved)
+    saved = summed_residuals(2, tmp_path / "stage2")
+    # The third rank loads none, and saves before it has a residual of its own.
+    resumed = summed_residuals(3, tmp_path / "stage2", again=tmp_path / "again")
+    assert checkpoint_faults(tmp_path / "again", ZERO_FOLDER) == []
+    for others in (resumed, summed_residuals(2, tmp_path / "again")):
+        assert saved and saved.keys() == others.keys()
+        assert any(values.any() for values in saved.values())
+        assert all(np.array_equal(saved[name], others[name]) for name in saved)
+
+
+def test_residuals_of_formats_with_a_kind_for_each_rank_go_on(tmp_path):
+    run_ranks(saves_residuals, world_size=3, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    saved = [summed_residuals(2, tmp_path)]
+    for number in range(3):
+        path = tmp_path / ZERO_FOLDER / row_file(number, 3)
+
+        def rename(header: dict, number: int = number) -> None:
+            for key in [key for key in header if key.startswith("residual.*/")]:
+                header[key.replace("*", str(number), 1)] = header.pop(key)
+
+        with_header(path, rename)
+    resign(tmp_path, list_rows)
+    assert checkpoint_faults(tmp_path, ZERO_FOLDER) == []
+    saved.append(summed_residuals(2, tmp_path))
+    assert saved[0] and all(np.array_equal(values, saved[1][name]) for name, values in saved[0].items())
 
 
 def test_residuals_of_several_ranks_add_up_on_one(tmp_path):
