@@ -21,20 +21,11 @@ from ..layout.intervals import Interval
 from ..offload.shards import Region
 from ..offload.tiers import Tier
 from ..queues import ARRIVED, Arrival
+from .clipped_gradient import ClippedGradient, Coefficient, coefficient_of_all, taken_gradients
 from .flat_views import FlatViews
 from .memory import ParameterMemory, UnshardedMemory, clear_padding
 from .precision import Precision
-from .sharded import (
-    ClippedGradient,
-    Coefficient,
-    GradientState,
-    ShardedGradient,
-    ShardedGradientError,
-    allow_norms,
-    coefficient_of_all,
-    refuse_norms,
-    taken_gradients,
-)
+from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
 from .unread_weights import forget_loaded, wanted_dtype
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's shards of the buffer ----

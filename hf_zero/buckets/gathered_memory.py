@@ -6,13 +6,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..device import allocate, ask_for, reserve
+from ..allocation import allocate, reserve
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..layout.buckets import BucketLayout
 from ..layout.intervals import Interval
+from ..read_ahead import ask_for
 from .memory import ParameterMemory, addresses_of, clear_padding, lies_at
-from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
+from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
 Started = TypeVar("Started")
 

@@ -7,11 +7,13 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from ..device import alias, allocate, ask_for
+from ..allocation import allocate
+from ..device import alias
 from ..layout.buckets import BucketLayout
 from ..layout.intervals import Interval
 from ..offload.copies import HostToDevice
 from ..offload.shards import Region
+from ..read_ahead import ask_for
 
 # Except on the host, new memory has arbitrary contents. A block of a quantised tensor may begin in a parameter and end in
 # padding, and has a single scale, so a NaN in the padding would make the parameter's elements NaN.

@@ -11,9 +11,7 @@ import torch
 
 from ..layout.intervals import Interval
 from .bucket import _ROWS, BUCKET_OF, Bucket, Row, laid_gradients_of
-from .sharded import (
-    plain_gradient,
-)
+from .clipped_gradient import plain_gradient
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..device import ask_for
+from ..read_ahead import ask_for
 
 _MARK = "_hf_zero_loaded"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ..device import allocate, in_units
+from ..allocation import allocate
+from ..device import in_units
 from ..layout.dealing import aligned
 from .faults import CheckpointError
 from .hashes import Written

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..device import ask_for
 from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
+from ..read_ahead import ask_for
 from .faults import CheckpointError, read_fault, shown
 from .files import refuse_links
 from .manifest import STACKS, Manifest, SavedRow, SavedRows, named_save, refuse_other_save

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
-from ..buckets.sharded import widen
+from ..buckets.clipped_gradient import widen
 from ..comm.ledger import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..hooks.weak import attach, detach
@@ -19,12 +19,13 @@ from ..stage3.gathered import IN_GATHERED, parameters_in, put_back
 from ..step.backward import no_signal
 from ..step.sharded_optimizer import whole_parameters
 from ..step.training_step import TrainingStep
-from .assemble import Parts, assemble
+from .assemble import assemble
 from .buffers import broadcast_buffers, ignored_parameters
 from .dcp_helpers import support_dcp_helpers
 from .freezing import FreezesInForward, frozen
 from .loss_scale import agree_on_overflows
 from .models import is_outside, joined
+from .parts import Parts
 from .rank_allocation import rank_allocations
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory

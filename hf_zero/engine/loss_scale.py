@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from ..buckets.sharded import widen
+from ..buckets.clipped_gradient import widen
 from ..hooks.mixins import mix_in
 from ..step.sharded_optimizer import engine_stepped_by, sharded_of
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded import all_are_hidden, show_values
+from ..buckets.sharded_parameter import all_are_hidden, show_values
 from ..hooks.guards import look_only
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.sharded import ShardedGradient
+from ..buckets.sharded_gradient import ShardedGradient
 from ..hooks.weak import engine_attached_to
 
 # AdaLoRA (Zhang et al. 2023): `update_and_allocate` reads gradients after the step and masks weights. Both are whole here.

@@ -16,7 +16,7 @@ from ..optimizer.storage import OptimizerStorage
 from ..optimizer.trial_step import state_kinds
 from ..stage3.sharded_model import ShardedModel
 from ..step.sharded_optimizer import ShardedOptimizer
-from .assemble import Parts
+from .parts import Parts
 from .report_tables import MemoryReport, MemoryRow, TrafficReport, render
 from .state_rows import state_of
 

@@ -17,8 +17,8 @@ from ..layout.intervals import Interval
 from ..optimizer.trial_step import state_itemsizes
 from ..step.row_writes import RowWrites
 from ..step.sharded_optimizer import ShardedOptimizer
-from .assemble import Parts
 from .models import is_outside
+from .parts import Parts
 from .split_model import read_part
 from .state_rows import fill_rows, state_rows, state_scalars
 

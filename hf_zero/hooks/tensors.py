@@ -1,6 +1,6 @@
 """Finds the tensors in the inputs and outputs of a forward, and whether a forward is a recomputation."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import repeat
 from typing import Any
@@ -17,6 +17,17 @@ _IS_TENSOR: Callable[[object], bool] = torch.Tensor.__instancecheck__
 def differentiable_tensors(value: object) -> list[torch.Tensor]:
     """Returns the tensors that require gradients in nested lists, tuples, mappings, ModelOutputs and dataclasses."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields all leaves of nested lists, tuples and dicts."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from ..buckets.unread_weights import is_loaded
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
-from ..device import ask_for
 from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine
 from ..engine.kept_state import keep_state, take_up_state
@@ -30,6 +29,7 @@ from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..presence.error_hook import naming_lost_ranks
+from ..read_ahead import ask_for
 from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
 from .announce import announce
 from .elastic import warn_of_scaled_schedule

@@ -19,7 +19,7 @@ from ..checkpoint.on_all_ranks import on_all_ranks
 from ..checkpoint.origin import is_foreign
 from ..checkpoint.saved_blocks import SavedBlock, read_blocks
 from ..config import ZeroConfig
-from ..engine.assemble import FILES_ATTRIBUTE
+from ..engine.agreed_start import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra

@@ -9,7 +9,7 @@ import torch
 
 from ..buckets.unread_weights import mark_loaded, wanted_dtype
 from ..checkpoint.mapped_tensors import mapped_tensors
-from ..engine.assemble import FILES_ATTRIBUTE
+from ..engine.agreed_start import FILES_ATTRIBUTE
 
 if TYPE_CHECKING:
     pass

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..comm.all_or_none import exchange_between_ranks
-from ..engine.assemble import refuse_disagreement
+from ..engine.agreed_start import refuse_disagreement
 from ..engine.engine import ZeroEngine
 
 # The engine itself compares the settings visible to it (parameter groups, dropout, clipping); see `SharedSettings`. The

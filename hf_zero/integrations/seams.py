@@ -144,7 +144,7 @@ SEAMS = (
     Seam(
         owner="torch.ops:aten",
         names=("_to_copy",),
-        where=("buckets/sharded",),
+        where=("buckets/sharded_gradient",),
         why="`model.to()` converts a gradient without memory by this operation.",
         test="test_gradients.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
     ),
@@ -176,7 +176,7 @@ SEAMS = (
     Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
-        where=("hooks", "buckets/sharded"),
+        where=("hooks", "buckets/clipped_gradient"),
         why="Finds tensors inside any containers returned by models, like torch itself.",
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),

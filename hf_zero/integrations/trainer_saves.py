@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
-from ..buckets.sharded import ShardedParametersError
+from ..buckets.sharded_parameter import ShardedParametersError
 from ..checkpoint.background import Background
 from ..checkpoint.commit import abandon, begin, commit, discard
 from ..checkpoint.disks import Disk, disk_asked, find_disk

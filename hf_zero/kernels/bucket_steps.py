@@ -22,9 +22,9 @@ from ..buckets.bucket import (
     Row,
     laid_gradients_of,
 )
+from ..buckets.clipped_gradient import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
 from ..buckets.rows import Coded
 from ..buckets.runs import Run, runs_of
-from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
 from ..hooks.tensors import set_all
 from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval

@@ -7,9 +7,10 @@ from threading import Lock
 
 import torch
 
-from ..device import PinnedPool, enter_thread
+from ..device import enter_thread
 from ..queues import ARRIVED, Arrival, Mark, queue_end, side_queue
 from .host_memory import HostCores
+from .pinned_memory import PinnedPool
 
 # ---- Copies of reduced gradients into the memory of the optimizer's step ----
 

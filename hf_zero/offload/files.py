@@ -11,7 +11,8 @@ from threading import Lock
 import torch
 import xxhash
 
-from ..device import allocate, in_units
+from ..allocation import allocate
+from ..device import in_units
 from ..layout.intervals import Interval
 
 # ---- Files of state, read and written with direct I/O if the file system supports direct I/O ----

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..device import PAGE_BYTES, pci_address, ranks_on_this_host
+from ..allocation import PAGE_BYTES
+from ..device import pci_address, ranks_on_this_host
 
 # ---- A check of the host memory before anything is allocated ----
 

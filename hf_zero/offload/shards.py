@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 
-from ..device import allocate, enter_thread, passing_host_bytes
+from ..allocation import allocate
+from ..device import enter_thread
 from ..layout.intervals import Interval
 from .files import Kind, StoredShard
 from .host_memory import HostCores
+from .pinned_memory import passing_host_bytes
 from .tiers import HostTier, NvmeTier, StateFiles, Tier
 
 PARAMETER = "parameter"

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from ..device import allocate, enter_thread
+from ..allocation import allocate
+from ..device import enter_thread
 from .files import StoredShard
 from .host_memory import HostCores
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, have_gradients
-from ..buckets.sharded import widen
+from ..buckets.clipped_gradient import widen
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.tensors import set_all

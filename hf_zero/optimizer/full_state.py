@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..allocation import allocate
 from ..buckets.bucket import ParameterSlot
+from ..buckets.clipped_gradient import widen
 from ..buckets.rows import name_of
-from ..buckets.sharded import widen
 from ..comm.ledger import Label
-from ..device import allocate
 from .bucket_state import is_elementwise
 from .nested_state import flat_state, nested_state
 from .storage import OptimizerStorage

@@ -8,8 +8,8 @@ import torch
 
 from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import PackedPart
-from ..buckets.sharded import leaves
 from ..hooks.guards import LOOKS, Guard, Guarded, look_only
+from ..hooks.tensors import leaves
 from ..hooks.weak import WeakMethod
 from ..offload.device_window import DeviceWindow, HostBytes
 from .bucket_state import MasterStorage, Placeholders, Regions, States, StateStorage

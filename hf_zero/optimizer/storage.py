@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
+from ..buckets.clipped_gradient import widen
 from ..buckets.rows import PackedPart
-from ..buckets.sharded import widen
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..offload.device_window import DeviceWindow

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.gathered_memory import GatheredMemory
-from ..buckets.sharded import all_are_hidden
+from ..buckets.sharded_parameter import all_are_hidden
 from ..hooks.guards import look_only
 from ..step.parameter_gather import PARAMETERS_IN
 

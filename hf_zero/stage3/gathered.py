@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded import show_values
+from ..buckets.sharded_parameter import show_values
 from ..comm.all_or_none import first_difference
 from ..comm.ledger import Label
 from ..comm.local import LocalTransport

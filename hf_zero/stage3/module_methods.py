@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..buckets.packed import PackedPlaces
-from ..buckets.sharded import ShardedParametersError, show_values
+from ..buckets.sharded_parameter import ShardedParametersError, show_values
 from ..hooks.guards import look_only
 from ..hooks.weak import engine_attached_to
 from .gathered import IN_GATHERED, GatheredParameters

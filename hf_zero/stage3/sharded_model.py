@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.packed import CodesInPlace, beside_packed, take_out_scales
-from ..buckets.sharded import show_values
+from ..buckets.sharded_parameter import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..engine.buffers import place_buffers

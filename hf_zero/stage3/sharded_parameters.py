@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from ..buckets.bucket import ParameterSlot
-from ..buckets.sharded import ShardedParametersError, are_hidden
+from ..buckets.sharded_parameter import ShardedParametersError, are_hidden
 from .unit import Unit
 from .unsharding import Unsharding
 

@@ -11,7 +11,7 @@ import torch
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.gathered_memory import GatheredMemory
-from ..buckets.sharded import hidden_classes
+from ..buckets.sharded_parameter import hidden_classes
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..step.gathers import Gather

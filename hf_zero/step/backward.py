@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded import GradientState, ShardedGradient
+from ..buckets.sharded_gradient import GradientState, ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.guards import look_only

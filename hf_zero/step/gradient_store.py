@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..buckets.bucket import Bucket, ParameterSlot, Row, await_gradients
+from ..buckets.clipped_gradient import widen
 from ..buckets.memory import clear_padding
-from ..buckets.sharded import widen
 from ..comm.steps_in_order import StepsInOrder
 from ..comm.transport import Handle
 from ..offload.copies import DeviceToHost

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket
-from ..buckets.sharded import leaves
 from ..comm.transport import Handle
 from ..hooks.guards import LOOKS, Guard, Guarded
 from ..hooks.modes import hidden_from_modes
-from ..hooks.tensors import set_all
+from ..hooks.tensors import leaves, set_all
 from ..hooks.weak import engine_attached_to
 from ..optimizer.replicas import ReplicaCheck
 from .gathers import Gather

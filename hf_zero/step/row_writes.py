@@ -12,7 +12,7 @@ from ..buckets.memory import UnshardedMemory
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..engine.assemble import Parts
+from ..engine.parts import Parts
 from ..hooks.weak import WeakHook
 from ..optimizer.replicas import checksums
 from ..optimizer.schedule_free import TrainModes

@@ -8,12 +8,13 @@ from typing import Literal, cast
 
 import torch
 
+from ..allocation import Reservation, reserve
 from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.clipped_gradient import widen
 from ..buckets.memory import clear_padding
-from ..buckets.sharded import GradientState, ShardedGradient, widen
+from ..buckets.sharded_gradient import GradientState, ShardedGradient
 from ..comm.transport import Handle
 from ..config import ZeroConfig
-from ..device import Reservation, reserve
 from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier

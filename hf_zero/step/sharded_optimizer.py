@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import GRADIENT_OF, Bucket, ParameterSlot, Row
-from ..buckets.sharded import ShardedGradient
+from ..buckets.sharded_gradient import ShardedGradient
 from ..comm.groups import Groups
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all

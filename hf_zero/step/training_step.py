@@ -29,10 +29,11 @@ from ..buckets.memory import UnshardedMemory
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units
-from ..engine.assemble import Parts, refuse_disagreement
+from ..engine.agreed_start import refuse_disagreement
 from ..engine.buffers import ModelBuffers
 from ..engine.compiled import compiled_frames, is_compiled
 from ..engine.models import models_in
+from ..engine.parts import Parts
 from ..engine.rank_allocation import RankAllocation
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook

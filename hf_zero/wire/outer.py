@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from ..allocation import allocate
 from ..buckets.bucket import Bucket
 from ..buckets.rows import OUTER, KindsOf, Read, StateRow
 from ..comm.groups import RankGroup
 from ..comm.transport import Transport
 from ..config import CommConfig, OuterConfig
-from ..device import allocate
 from ..layout.intervals import Interval
 
 AtHand = Callable[[Bucket], AbstractContextManager[None]]

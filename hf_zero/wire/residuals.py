@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from ..allocation import allocate
 from ..buckets.bucket import Bucket
 from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ..comm.groups import Groups
-from ..device import allocate
 from ..layout.intervals import Interval
 
 OF_RANKS = f"{RESIDUAL}*"

@@ -187,7 +187,7 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     import hf_zero.buckets.gathered_memory
     import hf_zero.buckets.memory
     import hf_zero.step.sharded_gradients
-    from hf_zero import device
+    from hf_zero.allocation import ResizedReservation
     from hf_zero.kernels.base import Kernel
     from hf_zero.step.nonfinite import NonFiniteCheck
 
@@ -196,9 +196,7 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     # Kernels and the fake group write nothing, so a norm is computed from uninitialized memory, which may contain a NaN.
     NonFiniteCheck.found = lambda *_: None
     for module in (hf_zero.buckets.gathered_memory, hf_zero.step.sharded_gradients):
-        module.reserve = lambda numel, dtype, where, kept, apart=False: device.ResizedReservation(
-            numel, dtype, kept, where
-        )
+        module.reserve = lambda numel, dtype, where, kept, apart=False: ResizedReservation(numel, dtype, kept, where)
     for module in (hf_zero.buckets.gathered_memory, hf_zero.buckets.memory):
         module.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
     batches = [SHAPES[case.model].workload.make_batch(rank, step) for step in range(BATCHES)]

@@ -21,7 +21,7 @@ from trainer_job import as_launched
 
 from hf_zero.arithmetic.sums import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.buckets.flat_views import FlatViews
-from hf_zero.buckets.sharded import ShardedParameter
+from hf_zero.buckets.sharded_parameter import ShardedParameter
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
 from hf_zero.comm.ledger import CommRow, Label, Ledger

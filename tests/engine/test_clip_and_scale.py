@@ -19,7 +19,7 @@ from trainer_job import as_launched, make_trainer
 from training import Small, adamw_in_two_groups, gpt2, gpt2_batch, small
 
 from hf_zero import GradScaler, ZeroPlugin
-from hf_zero.buckets.sharded import ClippedGradient, Coefficient, clip_later
+from hf_zero.buckets.clipped_gradient import ClippedGradient, Coefficient, clip_later
 from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import scale_over_shards

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero.buckets.sharded import ShardedGradientError
+from hf_zero.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.comm.collective_log import ENDED, LABEL, STARTED
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.weak import engine_attached_to

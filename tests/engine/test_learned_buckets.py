@@ -12,7 +12,7 @@ from shared_ranks import on_shared_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.buckets.sharded import ShardedGradient
+from hf_zero.buckets.sharded_gradient import ShardedGradient
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
 from hf_zero.step.backward import _Filling

@@ -24,10 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Job, gpt2_batch, train
 
-from hf_zero import device
-from hf_zero.device import allocate, pin, reserve, unpin
+from hf_zero import allocation
+from hf_zero.allocation import allocate, reserve
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
+from hf_zero.offload import pinned_memory
+from hf_zero.offload.pinned_memory import pin, unpin
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -277,8 +279,8 @@ def is_left_out_of_forks(tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize("nbytes", [100, 5 << 20])
 def test_pinned_pages_are_left_out_of_forks_until_they_are_unpinned(nbytes, monkeypatch):
     driver = SimpleNamespace(cudaHostRegister=lambda *where: 0, cudaHostUnregister=lambda where: 0)
-    monkeypatch.setattr(device, "_runtime", lambda device: driver)
-    monkeypatch.setattr(device, "current", lambda device: nullcontext())
+    monkeypatch.setattr(pinned_memory, "_runtime", lambda device: driver)
+    monkeypatch.setattr(pinned_memory, "current", lambda device: nullcontext())
     memory, accelerator = allocate(nbytes, torch.uint8, torch.device("cpu")), torch.device("cuda", 0)
     assert not is_left_out_of_forks(memory)
     assert pin(memory, accelerator) and is_left_out_of_forks(memory)
@@ -331,20 +333,20 @@ CASES = [
 
 @contextmanager
 def memory_that_holds_anything() -> Iterator[None]:
-    """Every byte of `device.allocate` is 0xff, and every element of `torch.empty` is NaN or the greatest integer."""
-    make = device.HostReservation.__init__
+    """Every byte of `allocation.allocate` is 0xff, and every element of `torch.empty` is NaN or the greatest integer."""
+    make = allocation.HostReservation.__init__
 
-    def make_filled(made: device.HostReservation, *arguments, **keyword_arguments) -> None:
+    def make_filled(made: allocation.HostReservation, *arguments, **keyword_arguments) -> None:
         make(made, *arguments, **keyword_arguments)
         made.flat.view(torch.uint8).fill_(0xFF)
 
-    device.HostReservation.__init__ = make_filled
+    allocation.HostReservation.__init__ = make_filled
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert torch.empty(1).isnan() and device.allocate(1, torch.float32, torch.device("cpu")).isnan()
+        assert torch.empty(1).isnan() and allocation.allocate(1, torch.float32, torch.device("cpu")).isnan()
         yield
     finally:
-        device.HostReservation.__init__ = make
+        allocation.HostReservation.__init__ = make
         torch.use_deterministic_algorithms(False)
 
 

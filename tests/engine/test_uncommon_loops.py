@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
+from hf_zero.allocation import Reservation, ResizedReservation
 from hf_zero.buckets import gathered_memory
-from hf_zero.buckets.sharded import ShardedGradientError
-from hf_zero.device import Reservation, ResizedReservation
+from hf_zero.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

@@ -23,10 +23,10 @@ from shared_ranks import run_on_ranks
 from torch import nn
 from training import ELEMENTWISE, VOCABULARY, adamw_in_two_groups, fused_adamw, gpt2, steps
 
+from hf_zero.allocation import allocate
 from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.mapped_tensors import mapped_tensors
 from hf_zero.config import ConfigError
-from hf_zero.device import allocate, ask_for
 from hf_zero.engine import room
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
@@ -36,6 +36,7 @@ from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, St
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.walk import Window
+from hf_zero.read_ahead import ask_for
 
 pytestmark = pytest.mark.timeout(180)
 

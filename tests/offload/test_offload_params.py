@@ -19,10 +19,10 @@ from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, of
 
 import hf_zero
 from hf_zero import device
+from hf_zero.allocation import PAGE_BYTES, ResizedReservation
 from hf_zero.buckets import gathered_memory
 from hf_zero.buckets.offloaded_memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
-from hf_zero.device import PAGE_BYTES, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.offload.files import OffloadError

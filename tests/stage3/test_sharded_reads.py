@@ -27,7 +27,7 @@ from training import LENGTH, VOCABULARY, Answer, bert, gpt2, gpt2_batch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import hf_zero
-from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
+from hf_zero.buckets.sharded_parameter import ShardedParametersError, are_hidden
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.presence.arrivals import CommunicationError
 

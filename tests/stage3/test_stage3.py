@@ -43,8 +43,8 @@ from transformers import GenerationConfig
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 import hf_zero
+from hf_zero.allocation import Reservation, ResizedReservation
 from hf_zero.buckets import gathered_memory
-from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.mixins import mix_in
 from hf_zero.hooks.weak import engine_attached_to

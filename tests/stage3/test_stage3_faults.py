@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from training import VOCABULARY, Answer, gpt2
 
 import hf_zero
-from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
+from hf_zero.buckets.sharded_parameter import ShardedParametersError, are_hidden
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.presence.arrivals import CommunicationError

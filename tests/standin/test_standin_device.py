@@ -23,15 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_adamw, gpt2, gpt2_batch, save_engine
 
 import hf_zero
+from hf_zero.allocation import PAGE_BYTES
 from hf_zero.arithmetic.sums import sums_of_squares
 from hf_zero.checkpoint.background import Background
-from hf_zero.device import PAGE_BYTES, PinnedPool, alias, pinned, with_index
+from hf_zero.device import alias, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.extras import is_installed
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.host_memory import HostCores, ShareOfCores
+from hf_zero.offload.pinned_memory import PinnedPool, pinned
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window

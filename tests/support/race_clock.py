@@ -21,11 +21,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-from hf_zero import device
 from hf_zero.checkpoint import live_pieces
-from hf_zero.device import PinnedPool
-from hf_zero.offload import copies, walk
+from hf_zero.offload import copies, pinned_memory, walk
 from hf_zero.offload.files import AlignedFile
+from hf_zero.offload.pinned_memory import PinnedPool
 from hf_zero.presence import diagnosis
 
 SCRIPT = "script"
@@ -342,7 +341,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (copies, "Lock", HandedLock),
         (live_pieces, "threading", SimpleNamespace(Lock=HandedLock)),
         (live_pieces.LivePieces, "secure", secure),
-        (device, "weakref", SimpleNamespace(finalize=finalize)),
+        (pinned_memory, "weakref", SimpleNamespace(finalize=finalize)),
         (PinnedPool, "take", take_pinned),
         # The watchdog holds frames of the main thread for a moment. If a frame ends during this time, its memory is freed in the
         # watchdog's thread. This happens after all waits of the main thread, but no hand-over shows the order in the trace.

@@ -1,0 +1,212 @@
+"""Stand-ins in `.grad` for gradients stored as shards on the ranks, and guards of these shards."""
+
+import copy
+import sys
+from collections.abc import Callable
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..hooks.guards import ALIASING, Guard, Guarded
+from ..hooks.tensors import leaves
+from ..hooks.weak import WeakMethod
+
+# `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
+# more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts that read `p.grad` would silently skip the
+# parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read.
+#
+# The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
+# and a parameter unused in the next backward is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A
+# step frees the reduced gradient. Gradients computed after a step without zeroing are dropped; a discriminator, for example,
+# gets such gradients from the generator's loss. A second step without zeroing raises: the sum would lack the freed gradient.
+
+
+class ShardedGradientError(RuntimeError):
+    """A script read a gradient sharded over the ranks."""
+
+
+_FRAMES_TO_STEP = 24
+"""Maximum number of stack frames between an optimizer's operation and its `step`, through torch's wrappers."""
+
+
+def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
+    """Returns the error if an unprepared optimizer holding such a parameter is being stepped; None otherwise.
+
+    A prepared optimizer holds this rank's shards instead of parameters.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_STEP):
+        if frame is None:
+            return None
+        stepped = frame.f_locals.get("self")
+        if isinstance(stepped, torch.optim.Optimizer):
+            if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
+                return None
+            name = type(stepped).__name__
+            return ShardedGradientError(
+                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not "
+                "prepared. Build the optimizer before accelerator.prepare(model, optimizer), and step the one that "
+                "prepare returns."
+            )
+        frame = frame.f_back
+    return None
+
+
+class GradientState(Enum):
+    """HELD: reduced, in the ranks' shards. ZEROED: zeroed by the script. SPENT: used and freed by a step."""
+
+    HELD = "held"
+    ZEROED = "zeroed"
+    SPENT = "spent"
+
+
+class ShardedGradient(torch.Tensor):
+    """Replaces a gradient sharded over the ranks.
+
+    Attributes:
+        pending: autograd's sum since the reduction, not yet reduced; the parameter's shape and dtype.
+        shard: the tensor whose `.grad` is this rank's part of the reduced gradient; None if this rank has no part.
+        await_shard: waits until the shard's values have arrived.
+        state: whether the reduced gradient is held, zeroed or freed.
+    """
+
+    pending: torch.Tensor | None
+    shard: nn.Parameter | None
+    await_shard: Callable[[], None]
+    state: GradientState
+    _name: str
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # dispatches as a plain tensor, at no cost
+
+    @staticmethod
+    def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=device or parameter.device
+        )
+        self.pending = None
+        self.shard = None
+        self.await_shard = WeakMethod(None, None)
+        self.state = GradientState.HELD
+        self._name = name
+        return self
+
+    def take_pending(self) -> torch.Tensor | None:
+        pending, self.pending = self.pending, None
+        return pending
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a step has freed the gradient, with no zeroing by the script since."""
+        return self.state is GradientState.SPENT
+
+    def become(self, state: GradientState) -> None:
+        """Sets the state and drops the pending sum."""
+        self.state = state
+        self.pending = None
+
+    def refuse_if_spent(self) -> None:
+        """Raises `ShardedGradientError` if a second step needs a gradient freed by the first."""
+        if self.is_spent:
+            raise ShardedGradientError(
+                f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
+                "is no longer there. Call optimizer.zero_grad() between a step and the next backward."
+            )
+
+    def _zero(self) -> None:
+        self.become(GradientState.ZEROED)
+        if self.shard is not None and self.shard.grad is not None:
+            # Wait first, because a copy under way would overwrite the zeros.
+            self.await_shard()
+            self.shard.grad.zero_()
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        if self.is_spent:
+            return
+        # Never written in place, because autograd may pass the same tensor to another parameter.
+        self.pending = gradient if self.pending is None else self.pending + gradient
+
+    def _moved(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_) -> "ShardedGradient":
+        like = torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        moved = ShardedGradient(self._name, like, device or self.device)
+        moved.state = GradientState.SPENT
+        return moved
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
+        return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._unreadable("pickling")
+
+    def _unreadable(self, operation: object) -> ShardedGradientError:
+        return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor "
+            "change it here. Call accelerator.clip_grad_norm_ to clip, engine.full_grad(parameter) to read, "
+            "optimizer.zero_grad() to forget; do not wrap in DDP."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
+        if func is torch.ops.aten.detach.default:
+            # Returns the stand-in itself: a copy would not notice later zeroing by the script or freeing by a step.
+            return args[0]
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
+            # Autograd accumulates a further backward.
+            args[0]._add(args[1])
+            return args[0]
+        if func is torch.ops.aten.zero_.default:
+            # Called by `model.zero_grad(set_to_none=False)`, or by a script's own zeroing.
+            args[0]._zero()
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
+            # `model.to(...)` also moves gradients. This one has been freed, so only the stand-in moves.
+            return args[0]._moved(**kwargs)
+        # Any other operation needs values of all ranks. With zeros or None here, a clip would silently be wrong.
+        raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
+
+
+_NORMS = frozenset(
+    {torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm}
+)
+
+
+class NormGuard(Guarded):
+    """Guards a shard's reduced gradient in `optimizer.param_groups`: computing its norm raises."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _NORMS:
+            raise ShardedGradientError(
+                f"hf_zero: `{func.__name__}` of a gradient in optimizer.param_groups is the norm of this rank's part "
+                "only. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ on all ranks; for a "
+                "whole gradient, engine.full_grad(parameter)."
+            )
+        result = torch.nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        # `grad.detach()` and `grad.data` alias the shard: unguarded, their norm would be mistaken for the gradient's.
+        return result.as_subclass(cls) if func in ALIASING else result
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled as a plain tensor: the guard's class is generated with another class's name, and pickle must find a class by
+        # its name.
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_NORM_REFUSED = Guard(NormGuard)
+
+
+refuse_norms = _NORM_REFUSED.guard
+"""Guards gradients against norms."""
+
+
+allow_norms = _NORM_REFUSED.unguard
+"""Removes the guard, for callers that know they handle shards."""
