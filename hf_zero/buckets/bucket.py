@@ -1,9 +1,8 @@
-"""Buckets of parameters reduced together, the slots of the parameters, and this rank's shards."""
+"""Buckets: parameters as views of one flat buffer, reduced together, and this rank's shard of the buffer."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain, compress, filterfalse, repeat, takewhile
+from itertools import chain, repeat, takewhile
 from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple, cast
 
@@ -16,59 +15,29 @@ from ..comm.transport import DataParallelGroup
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod
-from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
+from ..layout.buckets import BucketLayout, rows_of_shard
 from ..layout.intervals import Interval
 from ..offload.shards import Region
 from ..offload.tiers import Tier
 from ..queues import ARRIVED, Arrival
 from .clipped_gradient import ClippedGradient, Coefficient, coefficient_of_all, taken_gradients
 from .flat_views import FlatViews
-from .memory import ParameterMemory, UnshardedMemory, clear_padding
+from .memory import ParameterMemory, clear_padding
 from .precision import Precision
-from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
+from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
+from .slots import FOLLOWED_VERSION, SLOT_OF, BucketKey, ParameterSlot, Row, part_of
 from .unread_weights import forget_loaded, wanted_dtype
 
-# ---- Buckets: parameters as views of one flat buffer, and this rank's shards of the buffer ----
-
 # Called for all parameters in each step, so the loops run in C.
-GRADIENT_OF, TENSOR_OF, BUCKET_OF = attrgetter("grad"), attrgetter("tensor"), attrgetter("slot.bucket")
+GRADIENT_OF = attrgetter("grad")
 _STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgetter("dtype")
-_SLOT_OF, _PARAMETER_OF = attrgetter("slot"), attrgetter("slot.parameter")
-_SLOT_VERSION, _FOLLOWED_VERSION = attrgetter("version"), attrgetter("slot.version")
-_MEMORY = attrgetter("memory")
-_ARRIVAL, _IS_AWAY, ROWS_ARE_PARAMETERS = map(attrgetter, ("arrival", "is_away", "rows_are_parameters"))
+ROWS_OF, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
+_LAID, _VIEWS, _ADDRESSES, _FLATS = map(attrgetter, ("laid", "views", "addresses", "flats"))
 
 
 def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all tensors have a gradient."""
     return all(map(is_not, map(GRADIENT_OF, tensors), repeat(None)))
-
-
-class BucketKey(NamedTuple):
-    """Properties shared by all parameters of a bucket.
-
-    Attributes:
-        trained: whether the parameters require gradients.
-        dtype: dtype in the model, before `param_dtype` is applied.
-        gathered_dtype: dtype to which stage 3 casts in a gather; None without a cast.
-        optimizer: index of the parameters' optimizer in the order given to the engine; -1 without one.
-        group: index in this optimizer's `param_groups`; -1 without one.
-        is_expert: split over more ranks than the remaining model, so fewer ranks share the state.
-        is_split: split by tensor or expert parallelism with a quantized wire. If one quantization block mixed split and
-            replicated elements, the ranks of a copy would round the replicated ones differently.
-        stays: kept in `dtype`, regardless of `param_dtype` and `rounding`.
-        is_packed: packed weights and their modules' further tensors: never cast or rounded, and sent as bytes.
-    """
-
-    trained: bool
-    dtype: torch.dtype
-    gathered_dtype: torch.dtype | None
-    optimizer: int
-    group: int
-    is_expert: bool = False
-    is_split: bool = False
-    stays: bool = False
-    is_packed: bool = False
 
 
 class LaidGradients(NamedTuple):
@@ -83,93 +52,6 @@ class LaidGradients(NamedTuple):
     views: list[torch.Tensor]
     addresses: list[int]
     flats: list[tuple[Interval, torch.Tensor]]
-
-
-@dataclass(eq=False)
-class ParameterSlot:
-    """A parameter in its bucket, and the state of its gradient in the current backward.
-
-    Attributes:
-        number: index among the slots of the bucket.
-        view: the parameter's elements of the bucket's flat buffer, in the parameter's shape.
-        arrived: whether a gradient is in the bucket's open buffer.
-        used: whether a gradient arrived on this rank during the pass; after the pass, on any rank.
-        used_elsewhere: whether a gradient arrived only on other ranks.
-        continues: whether the arriving gradient adds to one reduced earlier and not zeroed since.
-        version: the parameter's autograd version counter when the master last followed the parameter.
-        row: this rank's part of the parameter; None without one.
-    """
-
-    name: str
-    number: int
-    parameter: nn.Parameter
-    interval: Interval
-    bucket: "Bucket" = field(repr=False)
-    view: torch.Tensor = field(repr=False)
-    sharded_gradient: ShardedGradient = field(repr=False)
-    arrived: bool = False
-    used: bool = False
-    used_elsewhere: bool = False
-    continues: bool = False
-    version: int = 0
-    row: "Row | None" = field(default=None, repr=False)
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this slot's part of a flat buffer with the bucket's layout, in the parameter's shape, row-major."""
-        return _part(flat, self.interval, self.parameter.shape)
-
-
-def _part(flat: torch.Tensor, interval: Interval, shape: Sequence[int]) -> torch.Tensor:
-    return flat[interval.start : interval.stop].view(shape)
-
-
-@dataclass(eq=False)
-class Row:
-    """This rank's part of one parameter.
-
-    Attributes:
-        tensor: the tensor updated by the optimizer, in the master dtype: 1-D, or in the parameter's shape if the parameter
-            must not be cut. The parameter itself if one rank owns the whole parameter and keeps no separate master.
-    """
-
-    slot: ParameterSlot
-    layout: RowLayout
-    tensor: nn.Parameter
-
-    @property
-    def is_parameter(self) -> bool:
-        return self.tensor is self.slot.parameter
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the next step has a gradient for this shard."""
-        # model.zero_grad() removes the `ShardedGradient`; optimizer.zero_grad() removes the shard tensor's gradient.
-        tensor, parameter = self.tensor, self.slot.parameter
-        return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
-
-    @property
-    def is_zeroed(self) -> bool:
-        """Whether the script has zeroed the gradient since the last step, with no backward since."""
-        sharded_gradient = self.slot.sharded_gradient
-        is_held = self.tensor.grad is not None or self.slot.parameter.grad is not sharded_gradient
-        return not is_held and sharded_gradient.state is GradientState.ZEROED
-
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns this shard's part of a flat tensor with the layout of the rank's shard, in the shape of `tensor`."""
-        return _part(shard, self.layout.in_shard, self.tensor.shape)
-
-
-def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
-    """Returns the shards with a gradient for the next step, after waiting for these gradients."""
-    rows = list(rows)
-    with look_only():
-        if not (have_gradients(map(TENSOR_OF, rows)) and have_gradients(map(_PARAMETER_OF, rows))):
-            owned = [(row, row.tensor, row.slot.parameter) for row in rows]
-            # Inlines `has_gradient`, because this runs for each parameter in each step.
-            rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
-    # The order does not matter: each wait is for this rank's own copies and involves no other rank.
-    await_gradients(set(map(BUCKET_OF, rows)))
-    return rows
 
 
 class Bucket:
@@ -230,7 +112,7 @@ class Bucket:
                 parameter=parameter,
                 interval=slot.interval,
                 bucket=self,
-                view=_part(self.flat, slot.interval, parameter.shape),
+                view=part_of(self.flat, slot.interval, parameter.shape),
                 sharded_gradient=ShardedGradient(slot.name, parameter),
             )
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
@@ -486,7 +368,7 @@ class Bucket:
     @property
     def edited_rows(self) -> list[Row]:
         """Returns the rows whose parameter a script has written to in place since the master last followed."""
-        if all(map(eq, map(_VERSION, self.row_parameters), map(_FOLLOWED_VERSION, self.rows))):
+        if all(map(eq, map(_VERSION, self.row_parameters), map(FOLLOWED_VERSION, self.rows))):
             return []
         return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
 
@@ -497,7 +379,7 @@ class Bucket:
             return
         if not self.has_second_copy:
             # Store the versions anyway: otherwise each later step would mistake the same edit for a new one.
-            set_all(map(_SLOT_OF, self.rows), "version", map(_VERSION, self.row_parameters))
+            set_all(map(SLOT_OF, self.rows), "version", map(_VERSION, self.row_parameters))
             return
         edited = self.edited_rows
         if edited:
@@ -662,7 +544,9 @@ class Bucket:
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             # An intact row keeps the parameter's shape, because optimizers for matrices need rows and columns instead of a
             # vector.
-            tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
+            tensor = (
+                slot.parameter if self.rows_are_parameters else nn.Parameter(part_of(master, layout.in_shard, shape))
+            )
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
                 tensor,
                 WeakMethod(self, Bucket.await_gradient),
@@ -670,36 +554,6 @@ class Bucket:
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows
-
-
-# ---- The same functions for all buckets of a step at once, with loops in C over all slots or rows ----
-
-_ROW_TENSORS, _PARAMETERS, _ROW_PARAMETERS = map(attrgetter, ("row_tensors", "parameters", "row_parameters"))
-_STAND_INS, _SLOTS, _ROWS = map(attrgetter, ("stand_ins", "slots", "rows"))
-
-
-def _all(buckets: Iterable[Bucket], kind: Callable[[Bucket], Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(kind, buckets)))
-
-
-def refuse_norms_of(buckets: Iterable[Bucket]) -> None:
-    """Makes the norm of a row's gradient raise if the row is only a part of its parameter."""
-    gradients = list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS)))
-    # Plain tensors only, because the guard replaces the class: a clipped gradient would lose its pending multiplication.
-    is_plain = {torch.Tensor}.issuperset(map(type, gradients))
-    refuse_norms(gradients if is_plain else [each for each in gradients if type(each) is torch.Tensor])
-
-
-def allow_norms_of(buckets: Iterable[Bucket]) -> None:
-    """Allows the norms again, for a caller aware of partial rows."""
-    allow_norms(list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS))))
-
-
-def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
-    return list(filterfalse(ROWS_ARE_PARAMETERS, buckets))
-
-
-_LAID, _VIEWS, _ADDRESSES, _FLATS = map(attrgetter, ("laid", "views", "addresses", "flats"))
 
 
 def laid_gradients_of(
@@ -713,60 +567,7 @@ def laid_gradients_of(
     if not all(laid):
         return None
     views = list(chain.from_iterable(map(_VIEWS, laid)))
-    found = coefficient_of_all(list(map(GRADIENT_OF, _all(buckets, _ROW_TENSORS))), views)
+    found = coefficient_of_all(list(map(GRADIENT_OF, chain.from_iterable(map(_ROW_TENSORS, buckets)))), views)
     if found is None or list(map(torch.Tensor.data_ptr, views)) != list(chain.from_iterable(map(_ADDRESSES, laid))):
         return None
     return list(map(_FLATS, laid)), found[0]
-
-
-def await_gradients(buckets: Collection[Bucket]) -> None:
-    """Calls `await_gradient` of all buckets."""
-    if not all(map(is_, map(_ARRIVAL, buckets), repeat(ARRIVED))):
-        for bucket in buckets:
-            bucket.await_gradient()
-
-
-def begin_step_of(buckets: Sequence[Bucket]) -> None:
-    """Calls `begin_step` of all buckets unless a fast check shows there is nothing to do."""
-    await_gradients(buckets)
-    if not (any(map(ROWS_ARE_PARAMETERS, buckets)) or any(map(_IS_AWAY, buckets))):
-        with look_only():
-            stand_ins = _all(buckets, _STAND_INS)
-            versions = map(_VERSION, _all(buckets, _ROW_PARAMETERS))
-            if (
-                have_gradients(_all(buckets, _ROW_TENSORS))
-                and all(map(is_, map(GRADIENT_OF, _all(buckets, _PARAMETERS)), stand_ins))
-                and GradientState.SPENT not in map(_STATE, stand_ins)
-                and all(map(eq, versions, map(_FOLLOWED_VERSION, _all(buckets, _ROWS))))
-            ):
-                return
-    for bucket in buckets:
-        bucket.begin_step()
-
-
-def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
-    """Calls `end_step` of the buckets whose rows are parts of parameters; returns the stepped slots.
-
-    Rows that are whole parameters keep `grad` until the script zeroes it, as under DDP; no other reference to its memory
-    remains.
-    """
-    set_all(buckets, "laid", repeat(None))
-    buckets = _with_parts(buckets)
-    with look_only():
-        parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
-        if not all(map(is_, map(GRADIENT_OF, parameters), stand_ins)):
-            return {bucket: bucket.end_step() for bucket in buckets}
-        # Inlines `end_step`.
-        set_all(_all(buckets, _ROW_TENSORS), "grad", repeat(None))
-        set_all(stand_ins, "state", repeat(GradientState.SPENT))
-        set_all(stand_ins, "pending", repeat(None))
-        slots = _all(buckets, _SLOTS)
-        set_all(slots, "version", list(map((1).__add__, map(_SLOT_VERSION, slots))))
-        increment_version(parameters)
-    return dict(zip(buckets, map(_SLOTS, buckets)))
-
-
-def unsharded(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Returns the buckets whose parameters are whole."""
-    buckets = list(buckets)
-    return list(compress(buckets, map(isinstance, map(_MEMORY, buckets), repeat(UnshardedMemory))))

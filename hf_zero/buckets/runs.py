@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..layout.intervals import Interval
-from .bucket import _ROWS, BUCKET_OF, Bucket, Row, laid_gradients_of
+from .bucket import ROWS_OF, Bucket, laid_gradients_of
 from .clipped_gradient import plain_gradient
+from .slots import BUCKET_OF, Row
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +47,7 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     rows = list(rows)
     phases = {None} if phase_of is None else set(phase_of.values())
     buckets = sorted(set(map(BUCKET_OF, rows)), key=_INDEX)
-    if len(phases) == 1 and len(rows) == sum(map(len, map(_ROWS, buckets))):
+    if len(phases) == 1 and len(rows) == sum(map(len, map(ROWS_OF, buckets))):
         (phase,) = phases
         laid = laid_gradients_of(buckets)
         flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [b.flat_gradients() for b in buckets]

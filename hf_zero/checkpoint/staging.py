@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from ..offload.pinned_memory import pinned
+from ..pinned_memory import pinned
 from ..queues import Mark, queue_end, side_queue
 
 BUFFERS = 2

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import rows_with_gradient
+from ..buckets.all_buckets import rows_with_gradient
 from ..buckets.clipped_gradient import widen
 from ..comm.ledger import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.bucket import Bucket, ParameterSlot, Row, unsharded
+from ..buckets.all_buckets import unsharded
+from ..buckets.bucket import Bucket
+from ..buckets.slots import ParameterSlot, Row
 from ..comm.groups import Groups
 from ..config import ZeroConfig
 from ..offload.activations import ActivationsInHostMemory

@@ -18,8 +18,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..pinned_memory import passing_host_bytes
 from ..queues import Mark, SideQueue, side_queue
-from .pinned_memory import passing_host_bytes
 
 SMALL_BYTES = 4096
 """Smaller storages stay on the device."""

@@ -8,9 +8,9 @@ from threading import Lock
 import torch
 
 from ..device import enter_thread
+from ..pinned_memory import PinnedPool
 from ..queues import ARRIVED, Arrival, Mark, queue_end, side_queue
 from .host_memory import HostCores
-from .pinned_memory import PinnedPool
 
 # ---- Copies of reduced gradients into the memory of the optimizer's step ----
 

@@ -5,9 +5,9 @@ from collections import Counter, deque
 import torch
 
 from ..device import allocated_bytes
+from ..pinned_memory import pinned
 from ..queues import Mark, queue_end, side_queue
 from .host_memory import HostCores
-from .pinned_memory import pinned
 
 WINDOW = 4
 """Buckets on the device that need no free memory: one lands in host memory, one is stepped, and two are fetched."""

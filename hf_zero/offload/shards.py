@@ -10,9 +10,9 @@ import torch
 from ..allocation import allocate
 from ..device import enter_thread
 from ..layout.intervals import Interval
+from ..pinned_memory import passing_host_bytes
 from .files import Kind, StoredShard
 from .host_memory import HostCores
-from .pinned_memory import passing_host_bytes
 from .tiers import HostTier, NvmeTier, StateFiles, Tier
 
 PARAMETER = "parameter"

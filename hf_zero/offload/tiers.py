@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from ..allocation import allocate
+from ..pinned_memory import PinnedPool, pin, unpin
 from .copies import DeviceToHost, HostToDevice, d2h, h2d
 from .device_window import DeviceWindow
 from .files import Kind, StoredShard
 from .host_memory import HostCores
-from .pinned_memory import PinnedPool, pin, unpin
 from .run_folder import RunFolder
 from .walk import Window
 

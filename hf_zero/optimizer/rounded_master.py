@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from ..arithmetic.stochastic import REGION_NUMEL, counters_for, round_stochastically
-from ..buckets.bucket import Bucket, Row
+from ..buckets.bucket import Bucket
+from ..buckets.slots import Row
 from .bucket_state import (
     MasterStorage,
     Regions,

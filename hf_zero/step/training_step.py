@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import (
-    BUCKET_OF,
-    Bucket,
-    ParameterSlot,
-    Row,
+from ..buckets.all_buckets import (
     allow_norms_of,
     begin_step_of,
     end_step_of,
@@ -25,7 +21,9 @@ from ..buckets.bucket import (
     rows_with_gradient,
     unsharded,
 )
+from ..buckets.bucket import Bucket
 from ..buckets.memory import UnshardedMemory
+from ..buckets.slots import BUCKET_OF, ParameterSlot, Row
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units

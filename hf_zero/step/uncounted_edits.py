@@ -6,7 +6,8 @@ from typing import cast
 
 import torch
 
-from ..buckets.bucket import Bucket, Row
+from ..buckets.bucket import Bucket
+from ..buckets.slots import Row
 from ..comm.all_or_none import Exchange, raise_on_all
 from ..optimizer.storage import OptimizerStorage
 

@@ -24,12 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Job, gpt2_batch, train
 
-from hf_zero import allocation
+from hf_zero import allocation, pinned_memory
 from hf_zero.allocation import allocate, reserve
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
-from hf_zero.offload import pinned_memory
-from hf_zero.offload.pinned_memory import pin, unpin
+from hf_zero.pinned_memory import pin, unpin
 
 pytestmark = pytest.mark.timeout(300)
 

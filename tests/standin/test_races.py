@@ -29,7 +29,7 @@ from hf_zero.checkpoint.live_pieces import LivePieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state
 from hf_zero.offload.copies import RoundedHostToDevice
-from hf_zero.offload.pinned_memory import pinned
+from hf_zero.pinned_memory import pinned
 from hf_zero.queues import SideQueue, queue_end, side_queue
 from hf_zero.step.gathers import Gather
 

@@ -33,10 +33,10 @@ from hf_zero.extras import is_installed
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.host_memory import HostCores, ShareOfCores
-from hf_zero.offload.pinned_memory import PinnedPool, pinned
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window
+from hf_zero.pinned_memory import PinnedPool, pinned
 from hf_zero.presence.arrivals import CommunicationError
 from hf_zero.queues import HostValue
 from hf_zero.stage3.agreed_order import AgreedOrder

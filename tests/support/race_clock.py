@@ -21,10 +21,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+from hf_zero import pinned_memory
 from hf_zero.checkpoint import live_pieces
-from hf_zero.offload import copies, pinned_memory, walk
+from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
-from hf_zero.offload.pinned_memory import PinnedPool
+from hf_zero.pinned_memory import PinnedPool
 from hf_zero.presence import diagnosis
 
 SCRIPT = "script"

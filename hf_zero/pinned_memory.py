@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..allocation import PAGE_BYTES, advise, allocate, page_below
-from ..device import current
+from .allocation import PAGE_BYTES, advise, allocate, page_below
+from .device import current
 
 
 def _runtime(device: torch.device) -> Any | None:
