@@ -11,10 +11,20 @@ from torch.autograd.graph import increment_version
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..queues import ARRIVED
-from .bucket import GRADIENT_OF, ROWS_OF, Bucket, have_gradients
+from .bucket import (
+    BUCKET_OF,
+    FOLLOWED_VERSION,
+    GRADIENT_OF,
+    PARAMETER_OF,
+    ROWS_OF,
+    TENSOR_OF,
+    Bucket,
+    ParameterSlot,
+    Row,
+    have_gradients,
+)
 from .memory import UnshardedMemory
 from .sharded_gradient import GradientState, allow_norms, refuse_norms
-from .slots import BUCKET_OF, FOLLOWED_VERSION, PARAMETER_OF, TENSOR_OF, ParameterSlot, Row
 
 _STATE, _VERSION, _SLOT_VERSION = attrgetter("state"), attrgetter("_version"), attrgetter("version")
 _MEMORY, _ARRIVAL, _IS_AWAY = attrgetter("memory"), attrgetter("arrival"), attrgetter("is_away")

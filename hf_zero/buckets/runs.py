@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..layout.intervals import Interval
-from .bucket import ROWS_OF, Bucket, laid_gradients_of
+from .bucket import BUCKET_OF, ROWS_OF, Bucket, Row, laid_gradients_of
 from .clipped_gradient import plain_gradient
-from .slots import BUCKET_OF, Row
 
 
 @dataclass(eq=False, slots=True)

@@ -7,12 +7,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.memory import ParameterMemory, UnshardedMemory
 from ..buckets.offloaded_memory import sharded_memory
 from ..buckets.packed import start_alike
 from ..buckets.precision import resolve_precision
-from ..buckets.slots import BucketKey
 from ..buckets.unread_weights import take_from_file, take_rank_0s, wanted_dtype
 from ..config import ZeroConfig
 from ..layout.buckets import BucketLayout

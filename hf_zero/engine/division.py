@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..buckets.bucket import BucketKey
 from ..buckets.kept_dtypes import GatheredDtypes
 from ..buckets.precision import Precision, resolve_precision, untrained_precision
 from ..buckets.sizes import choose_sizes, least_unit_bytes
-from ..buckets.slots import BucketKey
 from ..buckets.unread_weights import wanted_dtype
 from ..comm.groups import Groups
 from ..config import AUTO, ZeroConfig

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded_parameter import all_are_hidden, show_values
-from ..buckets.slots import ParameterSlot
 from ..hooks.guards import look_only
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..buckets.all_buckets import unsharded
-from ..buckets.bucket import Bucket
-from ..buckets.slots import ParameterSlot, Row
+from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..comm.groups import Groups
 from ..config import ZeroConfig
 from ..offload.activations import ActivationsInHostMemory

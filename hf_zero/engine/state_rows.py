@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, name_of
-from ..buckets.slots import Row
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import is_elementwise
 from ..optimizer.nested_state import flat_state, nested_state, with_each

@@ -14,11 +14,10 @@ from torch.autograd.graph import increment_version
 
 from ..arithmetic.flat import FLOAT_DTYPES, runs_triton
 from ..buckets.all_buckets import ROWS_ARE_PARAMETERS
-from ..buckets.bucket import GRADIENT_OF, Bucket, laid_gradients_of
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
 from ..buckets.clipped_gradient import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
 from ..buckets.rows import Coded
 from ..buckets.runs import Run, runs_of
-from ..buckets.slots import BUCKET_OF, TENSOR_OF, Row
 from ..hooks.tensors import set_all
 from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval

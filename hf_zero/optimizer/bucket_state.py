@@ -7,9 +7,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import PackedPart, PackedState
-from ..buckets.slots import Row
 from ..offload.files import StoredShard
 from ..offload.shards import Region
 

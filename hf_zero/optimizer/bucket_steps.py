@@ -7,9 +7,8 @@ from operator import attrgetter
 
 import torch
 
-from ..buckets.bucket import GRADIENT_OF, Bucket, have_gradients
+from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, have_gradients
 from ..buckets.clipped_gradient import widen
-from ..buckets.slots import TENSOR_OF, Row
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.tensors import set_all

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ..allocation import allocate
+from ..buckets.bucket import ParameterSlot
 from ..buckets.clipped_gradient import widen
 from ..buckets.rows import name_of
-from ..buckets.slots import ParameterSlot
 from ..comm.ledger import Label
 from .bucket_state import is_elementwise
 from .nested_state import flat_state, nested_state

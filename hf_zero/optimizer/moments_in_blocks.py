@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import SIGNED, UNSIGNED, DynamicCode, PackedPart, PackedState
-from ..buckets.slots import Row
 from ..config import ConfigError
 from ..layout.blocks import is_in_blocks
 from .bucket_state import Placeholders, Regions, States, StateStorage, is_elementwise

@@ -36,11 +36,10 @@ import torch
 from torch import nn
 
 from ..arithmetic.checksums import ONE_BIT, WRAPS, checksum
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.clipped_gradient import ClippedGradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.rows import MASTER
-from ..buckets.slots import ParameterSlot
 from ..comm.transport import Transport
 from ..comm.wire_sums import WireSums
 from ..presence.arrivals import in_words

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ..arithmetic.stochastic import REGION_NUMEL, counters_for, round_stochastically
-from ..buckets.bucket import Bucket
-from ..buckets.slots import Row
+from ..buckets.bucket import Bucket, Row
 from .bucket_state import (
     MasterStorage,
     Regions,

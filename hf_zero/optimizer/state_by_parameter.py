@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.slots import ParameterSlot, Row
+from ..buckets.bucket import ParameterSlot, Row
 from ..comm.ledger import Label
 from .full_state import full_state
 from .storage import OptimizerStorage

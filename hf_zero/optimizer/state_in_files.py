@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..allocation import allocate
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import MASTER, PackedPart, PackedState
-from ..buckets.slots import Row
 from ..layout.blocks import BLOCK_NUMEL, blocks
 from ..layout.intervals import Interval
 from ..offload.files import Kind, StoredShard

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import PackedPart
-from ..buckets.slots import Row
 from ..hooks.guards import LOOKS, Guard, Guarded, look_only
 from ..hooks.tensors import leaves
 from ..hooks.weak import WeakMethod

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket import GRADIENT_OF, Bucket, laid_gradients_of
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
 from ..buckets.clipped_gradient import widen
 from ..buckets.rows import PackedPart
-from ..buckets.slots import BUCKET_OF, TENSOR_OF, Row
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..offload.device_window import DeviceWindow

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..buckets.bucket import Row
 from ..buckets.rows import name_of
-from ..buckets.slots import Row
 from .nested_state import CONTAINERS, DUE, PLAIN, flat_state
 from .own_step import double_of, enter_training, is_of_torch, own_step, settings_of
 

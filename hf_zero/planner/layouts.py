@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..buckets.bucket import BucketKey
 from ..buckets.packed import bytes_beside, scales_as_parameters
 from ..buckets.precision import Precision
-from ..buckets.slots import BucketKey
 from ..comm.groups import Groups, RankGroup
 from ..config import ZeroConfig
 from ..engine.division import Division, Part, SplitKinds, owners, precision_of, shards_parameters

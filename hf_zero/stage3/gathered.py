@@ -8,9 +8,8 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded_parameter import show_values
-from ..buckets.slots import ParameterSlot
 from ..comm.all_or_none import first_difference
 from ..comm.ledger import Label
 from ..comm.local import LocalTransport

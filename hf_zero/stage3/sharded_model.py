@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.packed import CodesInPlace, beside_packed, take_out_scales
 from ..buckets.sharded_parameter import show_values
-from ..buckets.slots import ParameterSlot
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..engine.buffers import place_buffers

@@ -5,8 +5,8 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
+from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded_parameter import ShardedParametersError, are_hidden
-from ..buckets.slots import ParameterSlot
 from .unit import Unit
 from .unsharding import Unsharding
 

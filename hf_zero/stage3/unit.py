@@ -9,10 +9,9 @@ from typing import cast
 
 import torch
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.sharded_parameter import hidden_classes
-from ..buckets.slots import ParameterSlot
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..step.gathers import Gather

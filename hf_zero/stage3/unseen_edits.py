@@ -6,9 +6,8 @@ from typing import cast
 import torch
 
 from ..arithmetic.checksums import checksum
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.gathered_memory import GatheredMemory
-from ..buckets.slots import ParameterSlot
 
 _PASSES = 4
 _OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."

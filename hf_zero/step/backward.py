@@ -13,9 +13,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded_gradient import GradientState, ShardedGradient
-from ..buckets.slots import ParameterSlot
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.guards import look_only

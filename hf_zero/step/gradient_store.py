@@ -10,10 +10,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..buckets.all_buckets import await_gradients
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.clipped_gradient import widen
 from ..buckets.memory import clear_padding
-from ..buckets.slots import ParameterSlot, Row
 from ..comm.steps_in_order import StepsInOrder
 from ..comm.transport import Handle
 from ..offload.copies import DeviceToHost

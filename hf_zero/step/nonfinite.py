@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets.bucket import Bucket
-from ..buckets.slots import Row
+from ..buckets.bucket import Bucket, Row
 from ..comm.ledger import Label
 from ..comm.model_copies import Agreement
 from ..comm.transport import Transport

@@ -5,8 +5,7 @@ from itertools import repeat
 
 import torch
 
-from ..buckets.bucket import Bucket
-from ..buckets.slots import ParameterSlot, Row
+from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all

@@ -9,11 +9,10 @@ from typing import Literal, cast
 import torch
 
 from ..allocation import Reservation, reserve
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.clipped_gradient import widen
 from ..buckets.memory import clear_padding
 from ..buckets.sharded_gradient import GradientState, ShardedGradient
-from ..buckets.slots import ParameterSlot, Row
 from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..layout.gradient_buffers import GRAD_BUFFERS

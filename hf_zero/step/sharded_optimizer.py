@@ -12,9 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import GRADIENT_OF, Bucket
+from ..buckets.bucket import GRADIENT_OF, Bucket, ParameterSlot, Row
 from ..buckets.sharded_gradient import ShardedGradient
-from ..buckets.slots import ParameterSlot, Row
 from ..comm.groups import Groups
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all

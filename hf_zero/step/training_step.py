@@ -21,9 +21,8 @@ from ..buckets.all_buckets import (
     rows_with_gradient,
     unsharded,
 )
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import BUCKET_OF, Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
-from ..buckets.slots import BUCKET_OF, ParameterSlot, Row
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units

@@ -6,8 +6,7 @@ from typing import cast
 
 import torch
 
-from ..buckets.bucket import Bucket
-from ..buckets.slots import Row
+from ..buckets.bucket import Bucket, Row
 from ..comm.all_or_none import Exchange, raise_on_all
 from ..optimizer.storage import OptimizerStorage
 

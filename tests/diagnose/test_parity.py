@@ -18,8 +18,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroConfig
-from hf_zero.buckets.bucket import Bucket
-from hf_zero.buckets.slots import ParameterSlot
+from hf_zero.buckets.bucket import Bucket, ParameterSlot
 from hf_zero.config import ConfigError
 from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity import _adding_in_float32

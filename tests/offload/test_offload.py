@@ -29,8 +29,7 @@ from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch, steps
 
 from hf_zero import device
-from hf_zero.buckets.bucket import Bucket
-from hf_zero.buckets.slots import Row
+from hf_zero.buckets.bucket import Bucket, Row
 from hf_zero.comm.collective_log import LABEL, SITE, STARTED, STEP
 from hf_zero.device import available_host_bytes
 from hf_zero.engine.engine import ZeroEngine

@@ -32,8 +32,8 @@ from training import gpt2, gpt2_batch
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
 from hf_zero.arithmetic.checksums import checksum
+from hf_zero.buckets.bucket import Row
 from hf_zero.buckets.rows import PackedPart
-from hf_zero.buckets.slots import Row
 from hf_zero.comm import choice
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.collective_log import CollectiveLog
