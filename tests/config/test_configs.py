@@ -17,16 +17,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from finetuning import RESULTS_NAME
 from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, launch_forked, own_environment
 from safetensors.torch import load_file
-from transformers import TrainingArguments
+from trainer_job import CHECKPOINTING
 
 from hf_zero import ZeroConfig
 
-# transformers 5.23 renamed the argument.
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in TrainingArguments.__dataclass_fields__
-)
 ACCELERATE_CONFIGS = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 ZERO_CONFIGS = sorted(CONFIGS.glob("*.yaml"))
 KEYS = {

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from functools import cache, partial
@@ -21,7 +22,7 @@ from cells import short_of, short_rows, slow
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
-from trainer_job import MODELS, as_launched, history, make_trainer
+from trainer_job import CHECKPOINTING, MODELS, as_launched, history, make_trainer
 from trainer_job import run as run_trainer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -192,6 +193,27 @@ def test_resumed_run_continues_bit_for_bit(stage, saved_at, tmp_path):
         assert b["state"] == a["state"]
     reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "resumed" / "checkpoint-6").state_dict()
     assert {name: value.tolist() for name, value in reloaded.items()} == whole[0]["state"]
+
+
+def warnings_of(rank: int, world_size: int, door: str, output_dir: str) -> list[str]:
+    """All warnings of a run with activation checkpointing, autocast, evaluations and saves, and of its resumed run."""
+    as_launched(rank, world_size, forecasts=True)
+    checkpointing = {CHECKPOINTING: True}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for steps in (2, 4):
+            trainer = make_trainer(
+                door, "bert", output_dir, max_steps=steps, bf16=True, eval_strategy="steps", **SAVING, **checkpointing
+            )
+            trainer.train(resume_from_checkpoint=steps > 2)
+        trainer.evaluate()
+        trainer.save_model()
+    return [f"{each.category.__name__}: {each.message} ({each.filename}:{each.lineno})" for each in said]
+
+
+@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [3]))
+def test_a_run_with_activation_checkpointing_warns_of_nothing(stage, tmp_path):
+    assert run_on_ranks(warnings_of, door=f"flag {stage}", output_dir=str(tmp_path)) == [[], []]
 
 
 def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:

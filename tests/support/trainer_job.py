@@ -13,6 +13,12 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 from hf_zero import ZeroCallback, ZeroTrainingArguments
 from hf_zero.extras import is_installed
 
+# transformers 5.23 renamed the argument.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
 MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 
 
