@@ -24,14 +24,14 @@ from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine
 from ..engine.kept_state import keep_state, take_up_state
 from ..engine.unsupported import refuse_meta, refuse_other_engines
-from ..extras import extra, is_installed
+from ..extras import extra
 from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..presence.error_hook import naming_lost_ranks
 from ..read_ahead import ask_for
 from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
-from .announce import announce
+from .announce import announce, peak_at_start
 from .elastic import warn_of_scaled_schedule
 from .environment import refuse_earlier_accelerator
 from .followed_loader import follow_loader
@@ -311,12 +311,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # accelerate builds no DDP wrapper here, so the engine has to follow DDP's settings.
         if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
-        # The planner is an extra: if its folder is missing, training begins without a forecast. Only the main process prints
-        # the forecast, so the other ranks do not import the planner.
-        is_told = self.is_main_process and bool(optimizers) and not self.zero_goes_on
-        is_forecast = is_told and is_installed("planner")
         # Before the engine is built, because the forecast traces the model with its original parameters.
-        at_start = extra("planner", "forecast_at_start")(self, models, optimizers, config) if is_forecast else None
+        is_told = self.is_main_process and bool(optimizers) and not self.zero_goes_on
+        at_start = peak_at_start(self, models, optimizers, config) if is_told else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
                 engine = ZeroEngine(

@@ -1,9 +1,11 @@
 """The table printed by rank 0 when an engine is built: memory, bytes, dtypes and units of the run."""
 
+import logging
 import os
 import sys
 from collections import Counter
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +14,12 @@ from ..buckets.bucket import Bucket
 from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..comm.groups import keeps_launch_order
+from ..config import ZeroConfig
 from ..device import available_host_bytes, in_units
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..engine.room import anchor_numel
+from ..extras import extra, is_installed
 from ..forecast.fit import FORECAST_ERROR
 from ..forecast.peak import AtStart, Forecast
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
@@ -34,6 +38,27 @@ def ddp_state(engine: ZeroEngine) -> DdpState:
     """Returns the bytes of state each rank would hold under DDP."""
     costs = _costs(engine, _all_buckets(engine))
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
+
+
+def peak_at_start(
+    accelerator: Any,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+) -> AtStart | None:
+    """Forecasts a rank's peak for the table, before the engine is built; None if the table shows no peak.
+
+    The trace takes several times as long as a step on the host. There a step's memory rarely decides about a run, so only the
+    log level INFO asks for the trace. The planner is an extra: without its folder, training begins without a forecast.
+    """
+    shown = logging.getLogger("hf_zero").isEnabledFor
+    others: Any = sys.modules.get("transformers.utils.logging")
+    verbosity = logging.WARNING if others is None else others.get_verbosity()
+    if not is_installed("planner") or not shown(logging.WARNING) or verbosity > logging.WARNING:
+        return None
+    if accelerator.device.type == "cpu" and not shown(logging.INFO) and verbosity > logging.INFO:
+        return AtStart(batch="a trace on CPUs needs log level INFO")
+    return extra("planner", "forecast_at_start")(accelerator, models, optimizers, config)
 
 
 def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

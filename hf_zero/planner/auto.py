@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -512,8 +511,8 @@ def forecast_at_start(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
-) -> AtStart | None:
-    """Forecasts a rank's peak; None if no table is printed: on ranks other than the main one, and with warnings off.
+) -> AtStart:
+    """Forecasts a rank's peak.
 
     Args:
         accelerator: the Accelerator.
@@ -521,8 +520,6 @@ def forecast_at_start(
         optimizers: over the models' parameters.
         config: the engine's config.
     """
-    if not accelerator.is_main_process or _is_quiet():
-        return None
     try:
         model = models[0]
         if len(models) > 1:
@@ -568,16 +565,6 @@ def forecast_at_start(
 
 def _sp_size_of(accelerator: Accelerator) -> int:
     return getattr(accelerator.parallelism_config, "sp_size", 1)
-
-
-def _is_quiet() -> bool:
-    if not logging.getLogger("hf_zero").isEnabledFor(logging.WARNING):
-        return True
-    if "transformers" not in sys.modules:
-        return False
-    from transformers.utils.logging import get_verbosity
-
-    return get_verbosity() > logging.WARNING
 
 
 def _first_batch(accelerator: Accelerator, among: int = 0) -> Any:

@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,8 +208,11 @@ def _as_launched(rank: int, world_size: int, *, is_quiet: bool) -> None:
 
     logging.disable_progress_bar()
     if is_quiet:
-        # Suppress reports of loaded weights, and the engine's forecast, which takes as much time as the training here.
+        # Suppress reports of loaded weights.
         logging.set_verbosity_error()
+    else:
+        # With the engine's forecast, which takes as much time as the training here.
+        getLogger("hf_zero").setLevel("INFO")
 
 
 def write_bert(folder: str | Path) -> None:

@@ -66,13 +66,15 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
         "failing": DataLoader(Texts(16), batch_size=2, collate_fn=failing),
         "talking": DataLoader(Texts(16), batch_size=2),
         "quiet": DataLoader(Texts(16), batch_size=2),
+        "usual": DataLoader(Texts(16), batch_size=2),
         "resumed": DataLoader(Texts(16), batch_size=2),
     }
     said = {}
     for name, loader in loaders.items():
         AcceleratorState._reset_state()
         PartialState._reset_state()
-        logging.getLogger("hf_zero").setLevel(logging.ERROR if name == "quiet" else logging.NOTSET)
+        level = {"quiet": logging.ERROR, "usual": logging.NOTSET}.get(name, logging.INFO)
+        logging.getLogger("hf_zero").setLevel(level)
         accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
         accelerator.zero_goes_on = name == "resumed"
         model = Talking() if name == "talking" else gpt2()
@@ -107,5 +109,7 @@ def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
     assert "not known: the data set has no rows to be asked for by number" in here["stream"]
     assert "cannot be collated (KeyError" in here["failing"]
     assert "not known: the model's forward talks to other ranks" in here["talking"]
+    # By default nothing is traced on the host.
+    assert "not known: a trace on CPUs needs log level INFO" in here["usual"]
     for name in ("quiet", "resumed"):
         assert "hf_zero plan: bytes" in here[name] and "activations" not in here[name]

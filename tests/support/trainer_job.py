@@ -1,9 +1,9 @@
 """A Trainer run with DDP or the engine, for tests that start ranks themselves, and as a script for `accelerate launch`."""
 
 import json
+import logging
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -11,7 +11,6 @@ from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
-from hf_zero.extras import is_installed
 
 # transformers 5.23 renamed the argument.
 CHECKPOINTING = next(
@@ -28,8 +27,7 @@ def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
     Args:
         forecasts: forecast memory at the start. For this a model is traced, which takes as long as ten steps.
     """
-    if not forecasts and is_installed("planner"):
-        import_module("hf_zero.planner.auto").forecast_at_start = lambda *_: None
+    logging.getLogger("hf_zero").setLevel(logging.INFO if forecasts else logging.NOTSET)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ["OMP_NUM_THREADS"] = "1"
