@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -232,8 +233,10 @@ def test_a_graph_could_hold_a_step_that_takes_any_gradient(stage, library, tmp_p
         assert all("step/nonfinite.py look" in where or where.endswith("unpin") for where in stops.differing)
 
 
-def capturable_losses(rank: int, world_size: int, library: Path, folder: str, stages: list[int | None]) -> list:
-    """Losses of a `capturable` AdamW whose learning rate is a tensor of the device; stage None is a plain loop."""
+def capturable_losses(
+    rank: int, world_size: int, library: Path, folder: str, name: str, stages: list[int | None]
+) -> list[list[float]]:
+    """Losses of a `capturable` optimizer whose learning rate is a tensor of the device; stage None is a plain loop."""
     standin_device.register(library)
     found = []
     with standin_device.process_group(rank, world_size, folder):
@@ -241,7 +244,7 @@ def capturable_losses(rank: int, world_size: int, library: Path, folder: str, st
             torch.manual_seed(0)
             model = gpt2(layers=2).to(own_device())
             rate = torch.tensor(1e-2, device=own_device())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=rate, capturable=True)
             engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage, "nonfinite": "ignore"})
             losses = []
             for step in range(4):
@@ -262,11 +265,21 @@ def capturable_losses(rank: int, world_size: int, library: Path, folder: str, st
     return found
 
 
+# All of torch's that have the setting.
+CAPTURABLE = [
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and "capturable" in inspect.signature(kind).parameters
+]
+
+
 @pytest.mark.slow
 @standin_device.needs_compiler
-def test_a_capturable_optimizer_follows_a_plain_loop_and_a_rate_in_a_tensor(library, tmp_path):
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_a_capturable_optimizer_follows_a_plain_loop_and_a_rate_in_a_tensor(name, library, tmp_path):
     stages = [None, 0, 1, 2, 3]
-    for plain, *losses in run_on_ranks(capturable_losses, library=library, folder=str(tmp_path), stages=stages):
+    job = {"library": library, "folder": str(tmp_path), "name": name, "stages": stages}
+    for plain, *losses in run_on_ranks(capturable_losses, **job):
         assert losses == [plain] * 4
 
 
