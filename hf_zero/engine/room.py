@@ -27,10 +27,6 @@ _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole if they need less than 1 / this number of the free memory."""
 
 
-_ROOM_TO_STEP = 2
-"""State in host memory is stepped on the device if parameters and gradients need less than 1 / this number of the free memory."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """Bytes stored by a rank outside of the training device."""
@@ -131,21 +127,14 @@ def has_room_to_step(
     device: torch.device,
     mesh: Mesh,
 ) -> bool:
-    """Whether optimizer state in host memory is copied to the device for its step there. Collective if this is possible.
+    """Whether optimizer state in host memory is copied to the device for its step there. Collective if this is possible."""
 
-    Then reduced gradients stay on the device until the step. On a small device, their memory is the reason to step on the host.
-    """
-    if not steps_on_device(config, optimizers, device):
-        return False
-    there = sum(p.nbytes for p in owner if p.device == device)
-    needed = 0
-    for parameter in owner:
-        precision = resolve_precision(config, wanted_dtype(parameter))
-        shards = _shards_of(mesh, parameter)
-        whole = parameter.numel() * precision.kept.itemsize // (shards if config.stage == 3 else 1)
-        needed += whole + parameter.numel() * precision.master.itemsize // shards
-    # All ranks get the same answer: the arithmetic of the device rounds differently, and copies of a shard would differ.
-    return needed * _ROOM_TO_STEP <= min(mesh.world.exchange(free_bytes(device) + there))
+    def least_free() -> int:
+        # All ranks get the same answer: the arithmetic of the device rounds differently, and copies of a shard would differ.
+        there = sum(p.nbytes for p in owner if p.device == device)
+        return min(mesh.world.exchange(free_bytes(device) + there))
+
+    return steps_on_device(config, optimizers, device, [(p, _shards_of(mesh, p)) for p in owner], least_free)
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:

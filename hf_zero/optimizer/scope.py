@@ -1,10 +1,13 @@
 """Decides for each optimizer whether its parameters may be cut, and refuses optimizers without a suitable layout."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..buckets.precision import resolve_precision
+from ..buckets.unread_weights import wanted_dtype
 from ..config import ZeroConfig
 from .known import known_scope, refuse_unsuited
 from .own_step import settings_of
@@ -44,16 +47,42 @@ def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroC
     return found.scope is not UpdateScope.ELEMENT
 
 
-def steps_on_device(config: ZeroConfig, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> bool:
-    """Whether optimizer state in host memory may be copied to the training device for a step there, a few buckets at a time."""
+_ROOM_TO_STEP = 2
+"""State in host memory is stepped on the device if parameters and gradients need less than 1 / this number of the free memory."""
+
+
+def steps_on_device(
+    config: ZeroConfig,
+    optimizers: Iterable[torch.optim.Optimizer],
+    device: torch.device,
+    parameters: Iterable[tuple[nn.Parameter, int]],
+    free_bytes: Callable[[], int | None],
+) -> bool:
+    """Whether optimizer state in host memory is copied to the training device for a step there, a few buckets at a time.
+
+    Then reduced gradients stay on the device until the step. On a small device, their memory is the reason to step on the host.
+
+    Args:
+        parameters: the trained parameters, each with the number of ranks that share its state.
+        free_bytes: returns the device's memory for these parameters and everything else that is still to come; None if the
+            device has room for every model. Only called if the settings and the optimizers allow such steps.
+    """
     offload = config.offload
-    return (
+    may_visit = (
         offload.optimizer == "cpu"
         and not offload.moves_params
         and device.type != "cpu"
         # The step takes one bucket after the other, and nothing else may write to the state.
         and not any(has_modes(each) or find_scope(each).scope in _NOT_BY_BUCKET for each in optimizers)
     )
+    if not may_visit:
+        return False
+    free, needed = free_bytes(), 0
+    for parameter, shards in parameters:
+        precision = resolve_precision(config, wanted_dtype(parameter))
+        whole = parameter.numel() * precision.kept.itemsize // (shards if config.stage == 3 else 1)
+        needed += whole + parameter.numel() * precision.master.itemsize // shards
+    return free is None or needed * _ROOM_TO_STEP <= free
 
 
 _NOT_BY_BUCKET = (UpdateScope.MODEL, UpdateScope.UNKNOWN)

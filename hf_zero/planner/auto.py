@@ -6,8 +6,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -233,6 +232,13 @@ def _answer(
     """Computes rank 0's answer. An error in the answer is raised on all ranks."""
     try:
         activations, unknown = traced
+        disks = [each.disk for each in free if each.disk is not None]
+        room = Room(
+            device=min(each.device for each in free),
+            host=min(each.host for each in free),
+            disk=min(disks, default=0),
+            reserve=reserve_on(device) if activations is not None else RESERVE["activations unknown"],
+        )
         job = Job(
             model=joined([model], optimizers),
             optimizers=list(optimizers) or [optimizer_like_trainers(model)],
@@ -242,13 +248,7 @@ def _answer(
             activations=activations,
             accumulates=batch.micro_batches > 1,
             runtime_bytes=_still_to_come_bytes(device, len(free)),
-        )
-        disks = [each.disk for each in free if each.disk is not None]
-        room = Room(
-            device=min(each.device for each in free),
-            host=min(each.host for each in free),
-            disk=min(disks, default=0),
-            reserve=reserve_on(device) if activations is not None else RESERVE["activations unknown"],
+            free_bytes=room.device,
         )
         is_16_bit = mixed_precision != "no" or any(p.itemsize == 2 for p in model.parameters())
         machine = _machine(device, len(free), is_16_bit or config.param_dtype in ("bfloat16", "float16"))
@@ -262,14 +262,19 @@ def _answer(
         if not candidates:
             raise PlanError(f"hf_zero: stage: auto found no set-up: {'; '.join(faults)}")
         choice = choose(candidates, room)
-        helps: list[str] = []
-        if activations is not None and (choice.candidate is None or room.fit_of(choice.candidate.forecast) != FITS):
-            recomputed = partial(
-                _activations, model, batch, mixed_precision, config.param_dtype, device, recomputes=True
-            )
-            helps = parts_that_help(
-                job, wanted, machine, batch.micro_batches, mixed_precision, room, lambda: recomputed()[0]
-            )
+        how = (mixed_precision, config.param_dtype, device)
+        halves = None if batch.rows % 2 or batch.texts is not None else replace(batch, rows=batch.rows // 2)
+        helps = parts_that_help(
+            job,
+            wanted,
+            machine,
+            batch.micro_batches,
+            mixed_precision,
+            room,
+            choice,
+            recomputed=lambda: _activations(model, batch, *how, recomputes=True)[0],
+            halved=lambda: None if halves is None else _activations(model, halves, *how)[0],
+        )
         if choice.candidate is None:
             least = choice.rejected
             return _Answer(
@@ -417,7 +422,7 @@ def _said(
         + (f"; activations are not counted: {unknown}" if unknown else ""),
         f"left out: {left_out}" if left_out else "no other set-up had to be left out",
         f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
-        *(helps if not fits else ()),
+        *helps,
     )
     return _Answer(
         settings={key: value for key, value in settings.items() if key not in kept or value != kept[key]},

@@ -1,6 +1,7 @@
 """Bucket layouts, memory forecasts and step times of a model under given settings."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -112,6 +113,7 @@ def lay_out(
     device: torch.device,
     experts: Collection[nn.Parameter] = (),
     expert_ranks: int = 1,
+    free_bytes: int | None = None,
 ) -> Layout:
     """Returns the buckets that the engine would make of a model.
 
@@ -123,14 +125,13 @@ def lay_out(
         device: the training device.
         experts: parameters shared by only `expert_ranks` ranks.
         expert_ranks: see `experts`.
+        free_bytes: the device's memory without the model; None if it has room for every model.
 
     Raises:
         ConfigError, ValueError: the engine would raise the same error.
     """
-    if shards_parameters(config, groups):
-        with scales_as_parameters(model):
-            return _lay_out(model, optimizers, config, groups, device, experts, expert_ranks)
-    return _lay_out(model, optimizers, config, groups, device, experts, expert_ranks)
+    with scales_as_parameters(model) if shards_parameters(config, groups) else nullcontext():
+        return _lay_out(model, optimizers, config, groups, device, experts, expert_ranks, free_bytes)
 
 
 def _lay_out(
@@ -141,8 +142,10 @@ def _lay_out(
     device: torch.device,
     experts: Collection[nn.Parameter],
     expert_ranks: int,
+    free_bytes: int | None,
 ) -> Layout:
     owner = owners(model, optimizers)
+    expert_shards = 1 if config.stage == 0 else expert_ranks
     division = Division(
         model,
         owner,
@@ -151,9 +154,18 @@ def _lay_out(
         groups,
         device=device,
         align=USUAL_ALIGNMENT,
-        split=SplitKinds(experts=experts, expert_shards=1 if config.stage == 0 else expert_ranks),
+        split=SplitKinds(experts=experts, expert_shards=expert_shards),
     )
-    places = _Places(config, optimizers, device, sum(p.numel() for p in owner))
+    # The engine is built when frozen parameters and buffers are on the device already.
+    others_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t not in owner)
+    visits = steps_on_device(
+        config,
+        optimizers,
+        device,
+        [(p, expert_shards if p in experts else groups.shard_size) for p in owner],
+        lambda: None if free_bytes is None else free_bytes - others_bytes,
+    )
+    places = _Places(config, device, sum(p.numel() for p in owner), visits=visits)
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
@@ -272,17 +284,12 @@ class _Place:
 class _Places:
     """Assigns buckets to tiers like `Placement`; see [Note: which part moves].
 
-    A machine without a GPU may plan for one, so the device is taken to have room for a step there (`has_room_to_step`).
+    Args:
+        visits: whether state in host memory is stepped on the device.
     """
 
-    def __init__(
-        self,
-        config: ZeroConfig,
-        optimizers: Sequence[torch.optim.Optimizer],
-        device: torch.device,
-        trained_numel: int,
-    ):
-        self._steps_on_device = steps_on_device(config, optimizers, device)
+    def __init__(self, config: ZeroConfig, device: torch.device, trained_numel: int, *, visits: bool):
+        self._steps_on_device = visits
         self._offload, self._on_host = config.offload, device.type == "cpu"
         self._left_numel = self._offload.ratio * trained_numel if self._offload.moves_state else 0.0
 
@@ -334,6 +341,7 @@ class Job:
         accumulates: whether a step has several micro-batches.
         runtime_bytes: memory of libraries not yet in use when training begins; None for a usual value.
         experts: parameters shared by only `expert_ranks` of the ranks.
+        free_bytes: the device's memory when the engine is built, without the model; None if it has room for every model.
     """
 
     model: nn.Module
@@ -346,6 +354,7 @@ class Job:
     runtime_bytes: int | None = None
     experts: Collection[nn.Parameter] = ()
     expert_ranks: int = 1
+    free_bytes: int | None = None
 
     @property
     def on_host(self) -> bool:
@@ -358,7 +367,8 @@ class Job:
     def layout(self, config: ZeroConfig) -> Layout:
         """Returns the engine's buckets under a config."""
         groups = ranks_without_a_group(self.world_size, self.ranks_a_node, config, self.backend)
-        return lay_out(self.model, self.optimizers, config, groups, self.device, self.experts, self.expert_ranks)
+        how = (self.experts, self.expert_ranks, self.free_bytes)
+        return lay_out(self.model, self.optimizers, config, groups, self.device, *how)
 
     def forecast(self, name: str, settings: Mapping[str, Any], config: ZeroConfig) -> Forecast:
         """Forecasts the bytes a rank needs under a config.
@@ -532,29 +542,52 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
 
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
-    offload = layout.config.offload
-    stepped, in_files, reduced, parameters, visits = 0, 0, 0, 0, 0
+    config, offload = layout.config, layout.config.offload
+    on_device = on_host = down = up = visits = edge = 0
     for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
-        numel = cost.layout.shard_numel
-        state = sum(cost.state_itemsizes or ())
-        stepped += numel * (cost.gradient_bytes + 2 * (cost.master_bytes + state) + cost.param_bytes * cost.has_master)
-        in_files += 2 * numel * cost.in_files
-        visits += _state_bytes(layout.config, cost) * cost.visits
-        reduced += numel * cost.gradient_bytes
-        parameters += numel * cost.param_bytes
-    moves = offload.moves_state and not visits
+        numel, state = cost.layout.shard_numel, sum(cost.state_itemsizes or ())
+        stepped = numel * (cost.gradient_bytes + 2 * (cost.master_bytes + state) + cost.param_bytes * cost.has_master)
+        if cost.apart:
+            on_host += stepped
+            down += numel * cost.gradient_bytes
+            # Offloaded parameters are copied when they are gathered.
+            up += numel * cost.param_bytes * (not offload.moves_params)
+            edge = max(edge, numel * cost.gradient_bytes)
+        else:
+            on_device += stepped
+        visits += _state_bytes(config, cost) * cost.visits
     fetched = sum(b.cost.parameter_bytes for b in layout.buckets) if offload.moves_params else 0
+    # Gradients of earlier micro-batches are in memory before the last backward.
+    gradients = layout.plan().gradients if micro_batches == 1 else 0
     return Work(
         forward_flops=activations.forward_flops,
         backward_flops=activations.flops - activations.forward_flops,
         model_flops=3 * activations.forward_flops,
         micro_batches=micro_batches,
-        step_bytes=0 if moves else stepped,
-        host_step_bytes=stepped if moves else 0,
-        moved_bytes=reduced + parameters if moves else 0,
-        visiting_bytes=max(0, visits - _window_bytes(layout)) if visits else 0,
-        disk_bytes=in_files,
+        step_bytes=on_device,
+        host_step_bytes=on_host,
+        down_bytes=down,
+        up_bytes=up,
+        edge_bytes=edge,
+        visiting_bytes=visits,
+        window_bytes=_window_bytes(layout) if visits else 0,
+        freed_bytes=max(0, activations.saved_bytes * (offload.activations != "cpu") - gradients),
+        # All state and masters of a step are read and written.
+        disk_bytes=sum(2 * _file_bytes(config, bucket.cost) for bucket in layout.buckets if bucket.cost.trained),
         fetched_bytes=fetched,
+        moved_activation_bytes=activations.saved_bytes if offload.activations == "cpu" else 0,
         # The ranks of one sequence are neighbors, so the bandwidth within a node applies.
         exchange_s=activations.exchanged_bytes / machine.node_bytes_a_second,
     )
+
+
+def _file_bytes(config: ZeroConfig, cost: BucketCost) -> int:
+    """Returns the bytes of a bucket's shard in files."""
+    found = cost.layout.shard_numel * cost.in_files
+    if config.offload.optimizer == "nvme" and config.quantises_moments and cost.in_files:
+        # `in_files` has the moments without blocks.
+        itemsizes = cost.state_itemsizes or ()
+        found += (
+            len(itemsizes) * moment_bytes(cost.layout, cost.master_bytes) - sum(itemsizes) * cost.layout.shard_numel
+        )
+    return found

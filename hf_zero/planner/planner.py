@@ -15,9 +15,9 @@ from ..config import AUTO
 from ..forecast.fit import PlanError, Room
 from ..forecast.peak import Activations
 from .batches import batch_of, longest
-from .candidates import candidates_of, ddp_candidate, fits_in
+from .candidates import candidates_of, ddp_candidate
 from .fewer_bits import fewer_bits
-from .layouts import Job, Layout, step_time
+from .layouts import CONTEXT_BYTES, Job, Layout, step_time
 from .memory_savers import parts_that_help
 from .meta_models import model_without_memory, optimizer_like_trainers
 from .request import PlanRequest
@@ -145,7 +145,7 @@ def make_plan(
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
-    numels = _numels(made)
+    numels, device = _numels(made), torch.device("cpu" if request.on_cpu else "cuda")
     wanted = set_ups(
         settings,
         world_size=request.data_ranks,
@@ -159,20 +159,23 @@ def make_plan(
     else:
         # A kept dtype is the same in each set-up.
         param_dtype = wanted[0].config.param_dtype if wanted else AUTO
-        traced = partial(_traced, made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
+        given = batch if isinstance(batch, Mapping) else None
+        halves = replace(request, batch=max(1, request.batch // 2))
+        traced = partial(_traced, made, given, request=request, param_dtype=param_dtype)
         activations, warnings = traced()
+    room = _room_of(request, device)
     job = Job(
         model=made,
         optimizers=[optimizer or optimizer_like_trainers(made)],
-        device=torch.device("cpu" if request.on_cpu else "cuda"),
+        device=device,
         world_size=request.data_ranks,
         ranks_a_node=request.gpus // request.tp_size,
         activations=activations,
         accumulates=request.accumulation > 1,
         experts=experts,
         expert_ranks=request.world_size // request.ep_size,
+        free_bytes=room.device - CONTEXT_BYTES,
     )
-    room = _room_of(request, job.device)
     found, faults = candidates_of(job, wanted, request.machine, request.accumulation, request.mixed_precision)
     # DDP does not support ranks that compute a sequence together.
     if not kept and request.sp_size == 1:
@@ -182,7 +185,7 @@ def make_plan(
             f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none goes with what is kept'}"
         )
     choice = choose(found, room)
-    if activations is not None and not fits_in(choice, room):
+    if activations is not None:
         helps = parts_that_help(
             job,
             wanted,
@@ -190,7 +193,9 @@ def make_plan(
             request.accumulation,
             request.mixed_precision,
             room,
-            lambda: traced(recomputes=True)[0],
+            choice,
+            recomputed=lambda: traced(recomputes=True)[0],
+            halved=lambda: None if request.batch % 2 or given is not None else traced(request=halves)[0],
         )
         choice = replace(choice, why=(*choice.why, *helps))
     choice = replace(choice, why=(*choice.why, *_advice_on_links(job, choice, request)))
@@ -269,7 +274,7 @@ def _model_of(name: str | Path, request: PlanRequest) -> nn.Module:
 
 
 def _traced(
-    model: nn.Module, batch: Batch | None, request: PlanRequest, param_dtype: str, *, recomputes: bool = False
+    model: nn.Module, batch: Batch | None, *, request: PlanRequest, param_dtype: str, recomputes: bool = False
 ) -> tuple[Activations | None, list[str]]:
     most = longest(model)
     length = request.seq or min(_LONGEST, most or _LONGEST)

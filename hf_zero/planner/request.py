@@ -154,6 +154,6 @@ def host_machine(*, nodes: int, ranks_a_node: int, link_bytes_a_second: float = 
         link_bytes_a_second=link_bytes_a_second,
         memory_bytes_a_second=6e9,
         host_bytes_a_second=6e9,
-        host_step_bytes_a_second=6e9,
+        host_step_bytes_a_second=6e9 * ranks_a_node,
         disk_bytes_a_second=1e9,
     )

@@ -56,8 +56,9 @@ class Machine:
         node_bytes_a_second: bandwidth of a ring inside a node.
         link_bytes_a_second: bandwidth of the links between nodes per rank; a ring uses the links of all ranks of a node.
         memory_bytes_a_second: bandwidth of the accelerator's memory, which limits an optimizer step.
-        host_bytes_a_second: bandwidth between an accelerator and host memory.
-        host_step_bytes_a_second: bytes of state that a rank's share of a host steps per second.
+        host_bytes_a_second: bandwidth between an accelerator and host memory, in each direction.
+        host_step_bytes_a_second: bandwidth of a host's memory in passes over state, shared by its ranks.
+        rank_step_bytes_a_second: the most that the cores of one rank reach.
         disk_bytes_a_second: bandwidth of a node's disk.
     """
 
@@ -72,7 +73,8 @@ class Machine:
     link_bytes_a_second: float = 25 * _GB
     memory_bytes_a_second: float = 1500 * _GB
     host_bytes_a_second: float = 20 * _GB
-    host_step_bytes_a_second: float = 10 * _GB
+    host_step_bytes_a_second: float = 80 * _GB
+    rank_step_bytes_a_second: float = 50 * _GB
     disk_bytes_a_second: float = 3 * _GB
 
     @classmethod
@@ -98,6 +100,10 @@ class Machine:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_a_node
+
+    def host_pass_s(self, nbytes: float) -> float:
+        """Returns the time in which a rank reads and writes `nbytes` of host memory while the other ranks do the same."""
+        return nbytes / min(self.rank_step_bytes_a_second, self.host_step_bytes_a_second / self.ranks_a_node)
 
     def latency_s(self, ranks: int, nodes: int) -> float:
         """Returns the latency of a collective over a ring of `ranks` on `nodes`."""
@@ -126,6 +132,14 @@ class Machine:
 # next forward, which waits for each. Stage 3 gathers a unit for its forward and again for its backward, `prefetch_units`
 # ahead, over the same link as the reductions. The work of forward and backward is divided among buckets by their elements. The
 # simulated step is one in the middle of a run, from one optimizer step to the next.
+#
+# [Note: the simulated offload] State that visits the accelerator is fetched while backward frees memory, up to `freed_bytes`. The
+# remaining state passes through the window during the step, while stepped state is copied back. State that is on the accelerator
+# after the step is copied back during the next forward, except the window. For a step on the host, reduced gradients are copied
+# during backward. The norm and its coefficient (Trainer clips by default) read gradients twice and write them once. The
+# optimizer follows, one bucket after the other, while stepped parameters are copied to the accelerator, and state is read from
+# files and written to them. Reads and writes share the disk. With several reductions per step, the host adds gradients during
+# backward.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +169,16 @@ class Work:
         model_flops: per micro-batch without recomputation, for MFU.
         micro_batches: micro-batches per step.
         step_bytes: bytes read and written by the optimizer on the accelerator.
-        host_step_bytes, moved_bytes, disk_bytes: the same on the host, between host and accelerator, and from and to files.
-        visiting_bytes: bytes of state copied to the accelerator for the step and back, beyond those that it has room for.
+        host_step_bytes: bytes read and written by the optimizer on the host.
+        down_bytes: bytes of gradients copied to host memory, per reduction.
+        up_bytes: bytes of stepped parameters copied to the accelerator.
+        edge_bytes: the largest bucket's gradients, which are the last ones, or its parameters.
+        disk_bytes: bytes read from files and written to them.
+        visiting_bytes: bytes of state copied to the accelerator for the step, and back.
+        window_bytes: bytes of visiting state that need no free memory.
+        freed_bytes: memory of the accelerator that backward frees for visiting state.
         fetched_bytes: bytes of parameters copied from host memory for each gather.
+        moved_activation_bytes: bytes of activations copied to host memory in each forward, and back in backward.
         exchange_s: time for which a micro-batch waits for the other ranks of its sequence.
     """
 
@@ -167,10 +188,15 @@ class Work:
     micro_batches: int = 1
     step_bytes: float = 0.0
     host_step_bytes: float = 0.0
-    moved_bytes: float = 0.0
+    down_bytes: float = 0.0
+    up_bytes: float = 0.0
+    edge_bytes: float = 0.0
     disk_bytes: float = 0.0
     visiting_bytes: float = 0.0
+    window_bytes: float = 0.0
+    freed_bytes: float = 0.0
     fetched_bytes: float = 0.0
+    moved_activation_bytes: float = 0.0
     exchange_s: float = 0.0
 
 
@@ -232,13 +258,15 @@ class _Simulation:
 
     def run(self) -> StepTime:
         work, machine = self._work, self._machine
-        now = 0.0
+        now = late_s = 0.0
         for index in range(work.micro_batches):
             is_last = index == work.micro_batches - 1
             now = self._forward(now, after_step=index == 0)
             reduces = is_last or not self._config.accumulates_locally
-            now = self._backward(now, reduces=reduces) + work.exchange_s
-        optimizer_s = self._optimizer_s()
+            now = self._backward(now, reduces=reduces) + work.exchange_s + self._late_activations_s()
+            if reduces:
+                late_s = self._late_gradients_s(late_s, adds=index > 0)
+        optimizer_s = max(late_s, work.edge_bytes / machine.host_bytes_a_second) + self._optimizer_s()
         compute_s = work.micro_batches * (work.forward_flops + work.backward_flops) / machine.flops
         step_s = now + optimizer_s
         return StepTime(
@@ -313,17 +341,50 @@ class _Simulation:
     def _share(self, piece: Piece, flops: float) -> float:
         return flops / self._machine.flops * piece.numel / self._numel
 
-    def _optimizer_s(self) -> float:
+    def _late_activations_s(self) -> float:
+        """Returns the time for which copies of activations to the host, and back, last longer than forward and backward."""
+        copy_s = self._work.moved_activation_bytes / self._machine.host_bytes_a_second
+        work_s = (flops / self._machine.flops for flops in (self._work.forward_flops, self._work.backward_flops))
+        return sum(max(0.0, copy_s - each) for each in work_s)
+
+    def _late_gradients_s(self, before_s: float, *, adds: bool) -> float:
+        """Returns for how long copies of gradients to the host, and their sums there, last after a backward.
+
+        Args:
+            before_s: the same after the previous backward.
+            adds: whether the host adds the gradients to earlier ones.
+        """
         work, machine = self._work, self._machine
-        # State is fetched during the last backward, and returns during the next forward.
-        link_s = work.visiting_bytes / machine.host_bytes_a_second
-        exposed = [max(0.0, link_s - flops / machine.flops) for flops in (work.forward_flops, work.backward_flops)]
-        return sum(exposed) + (
+        forward_s, backward_s = work.forward_flops / machine.flops, work.backward_flops / machine.flops
+        # A sum reads two numbers and writes one.
+        sums_s = machine.host_pass_s(3 * work.down_bytes * adds)
+        copies_s = work.down_bytes / machine.host_bytes_a_second
+        return max(0.0, max(0.0, before_s - forward_s) + max(copies_s, sums_s) - backward_s)
+
+    def _optimizer_s(self) -> float:
+        """Returns the time from the last gradient to the next forward; see [Note: the simulated offload]."""
+        work, machine = self._work, self._machine
+        link, forward_s = machine.host_bytes_a_second, work.forward_flops / machine.flops
+        host_s = machine.host_pass_s(work.host_step_bytes)
+        disk_s = work.disk_bytes / (machine.disk_bytes_a_second / machine.ranks_a_node)
+        return (
             work.step_bytes / machine.memory_bytes_a_second
-            + work.host_step_bytes / machine.host_step_bytes_a_second
-            + work.moved_bytes / machine.host_bytes_a_second
-            + work.disk_bytes / (machine.disk_bytes_a_second / machine.ranks_a_node)
+            + self._visit_s()
+            + machine.host_pass_s(3 * work.down_bytes)
+            + max(host_s, disk_s)
+            + work.edge_bytes / link
+            + max(0.0, work.up_bytes / link - host_s - forward_s)
         )
+
+    def _visit_s(self) -> float:
+        work, machine = self._work, self._machine
+        link = machine.host_bytes_a_second
+        forward_s, backward_s = (flops / machine.flops for flops in (work.forward_flops, work.backward_flops))
+        early = min(work.visiting_bytes, work.freed_bytes)
+        fetches_s = max(0.0, early / link - backward_s) + (work.visiting_bytes - early) / link
+        # State is copied back while the step waits for fetches.
+        returns = work.visiting_bytes - work.window_bytes - fetches_s * link
+        return fetches_s + max(0.0, returns / link - forward_s)
 
 
 def simulate(
@@ -354,6 +415,11 @@ class Candidate:
     @property
     def name(self) -> str:
         return self.forecast.name
+
+    @property
+    def step_s(self) -> float:
+        """Returns the seconds of a step; 0 if unknown."""
+        return self.step.step_s if self.step is not None else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,8 +463,8 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
         least = min(candidates, key=_bytes)
         return Choice(candidate=None, rejected=least, close=None, claim="", why=_nothing_fits(least, room))
     if fitting:
-        quickest = min(_seconds(each) for each in fitting)
-        chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + SIMPLER))
+        quickest = min(each.step_s for each in fitting)
+        chosen = next(each for each in fitting if each.step_s <= quickest * (1 + SIMPLER))
     else:
         chosen = min(close, key=_bytes)
     left = [each for each in close if each is not chosen]
@@ -421,8 +487,8 @@ def _claim(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
         return "is all that fits"
     if chosen.step is None:
         return "fits and is simplest (step times are not known)"
-    fastest = min(fitting, key=_seconds)
-    slower = _seconds(chosen) / _seconds(fastest) - 1
+    fastest = min(fitting, key=lambda each: each.step_s)
+    slower = chosen.step_s / fastest.step_s - 1
     if slower <= 0:
         return "fits and is fastest"
     # Rounded up, so the claim does not understate the difference.
@@ -434,12 +500,8 @@ def _bytes(candidate: Candidate) -> int:
     return candidate.forecast.device_bytes
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.step.step_s if candidate.step is not None else 0.0
-
-
 def _speed(candidate: Candidate) -> tuple[float, int]:
-    return _seconds(candidate), _bytes(candidate)
+    return candidate.step_s, _bytes(candidate)
 
 
 def _reasons(
@@ -459,7 +521,7 @@ def _reasons(
         if _bytes(other) < _bytes(chosen):
             lines.append(
                 f"Less memory: {other.name} needs {size(_bytes(other))}, with a step of "
-                f"{duration(_seconds(other))} instead of {duration(_seconds(chosen))}."
+                f"{duration(other.step_s)} instead of {duration(chosen.step_s)}."
             )
     if chosen.forecast.unknown:
         lines.append(f"Not counted, since not known beforehand: {', '.join(chosen.forecast.unknown)}.")

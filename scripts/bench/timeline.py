@@ -16,15 +16,18 @@ device would have done its work, and nothing sleeps:
 - Each step is clipped to a norm that is below its own, as most steps of fine-tuning are.
 - From its forward to its backward, a layer has its part of the activations of a plain step on an H100.
 
+- Reads and writes of files share a disk with `--disk-gbs`.
 - `--script-threads 1` is a rank that torchrun starts: its script has one thread, whose passes have `THREAD_GBS`, and the engine's
   steps have the rank's share of the cores. By default, the script has these cores, too.
 
-Threads that compute at the same time do not slow each other down.
+Threads that compute at the same time do not slow each other down. The column *planned* has the ratio that `hf-zero plan`
+forecasts for the same rates.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -45,7 +48,11 @@ from harness import ROOT, print_table
 from ranks import run_alone
 from torch import nn
 
+from hf_zero.config import ZeroConfig
+from hf_zero.forecast.peak import Activations
 from hf_zero.offload.host_memory import HostCores
+from hf_zero.planner.layouts import lay_out, ranks_without_a_group, step_time
+from hf_zero.planner.search import Machine
 
 if str(ROOT / "tests" / "support") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -73,8 +80,18 @@ ACTIVATIONS_MIB = {"bert-base": 2095, "gpt2": 6027}
 HEAD = {"bert-base": 0.0, "gpt2": 5.4}
 """What the head computes, in layers: GPT-2's multiplies by 38.6 million numbers, a layer by 7.1 million."""
 WARMUP_STEPS = 3
-LANES = ("kernel", "down", "up", "host", "host thread", "host waits", "device waits")
+LANES = ("kernel", "down", "up", "disk", "host", "host thread", "host waits", "device waits")
 COMPUTED = ("norm", "clip", "step", "sum")
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"stage": 2},
+    "host": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "stepped there": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "parameters": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    "files": {"stage": 2, "offload": {"optimizer": "nvme"}},
+}
+"""Settings by name. The host steps on a device without room for gradients (*stepped there*)."""
+PLAN_ERROR = 0.2
+"""The largest relative difference between a planned ratio and the measured one."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +146,12 @@ def _numbered(layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
     return [(f"layer {number}", layer) for number, layer in enumerate(layers)]
 
 
-def add_kernels(compiled: ModuleType, model: nn.Module, name: str, smaller: float) -> None:
+def add_kernels(compiled: ModuleType, model: nn.Module, name: str, activation_bytes: float) -> None:
     """Makes the parts of the model last: behind what they read in forward, and before their gradients in backward.
 
-    From its forward to its backward, a part has activations, `smaller` times less than those of the whole model.
+    From its forward to its backward, a part has its share of `activation_bytes`.
     """
-    plain_s, activation_bytes = 1e-3 * PLAIN_MS[name], ACTIVATIONS_MIB[name] * 2**20 / smaller
+    plain_s = 1e-3 * PLAIN_MS[name]
 
     def after(label: str, share: float) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
@@ -161,8 +178,9 @@ class Host:
         spans: lane, label, begin, end and the seconds that were computed.
     """
 
-    def __init__(self, compiled: ModuleType):
+    def __init__(self, compiled: ModuleType, disk_rate: float):
         self._compiled = compiled
+        self._disk_rate, self._disk_end, self._disk = disk_rate, 0.0, threading.Lock()
         self._main = threading.get_ident()
         self._autograd: set[int] = set()
         self.spans: list[tuple[str, str, float, float, float]] = []
@@ -186,6 +204,7 @@ class Host:
         """Replaces functions of the engine by ones that note when they run, until the block ends."""
         from hf_zero.buckets.bucket import Bucket
         from hf_zero.offload import copies
+        from hf_zero.offload.files import StoredShard
         from hf_zero.optimizer.bucket_steps import BucketStep
         from hf_zero.optimizer.storage import StepChoice
         from hf_zero.step.norm import GradientNorm
@@ -209,6 +228,9 @@ class Host:
             ):
                 place = 1 if owner is ShardedGradients else 0
                 stack.enter_context(mock.patch.object(owner, name, self._labeled(getattr(owner, name), label, place)))
+            for name in ("read", "write"):
+                on_disk = self._on_disk(getattr(StoredShard, name), name)
+                stack.enter_context(mock.patch.object(StoredShard, name, on_disk))
             stack.enter_context(mock.patch.object(futures.ThreadPoolExecutor, "submit", self._submit))
             stack.enter_context(mock.patch.object(futures.Future, "result", self._result))
             yield
@@ -225,6 +247,21 @@ class Host:
                 self.spans.append((lane, label + describe(arguments), begin, compiled.now(), compiled.busy() - busy))
 
         return timed
+
+    def _on_disk(self, call: Callable, label: str) -> Callable:
+        compiled = self._compiled
+
+        def on_disk(shard: Any, *arguments, **named):
+            asked, before = compiled.now(), shard.read_bytes + shard.written_bytes
+            found = call(shard, *arguments, **named)
+            with self._disk:
+                begin = max(asked, self._disk_end)
+                self._disk_end = begin + (shard.read_bytes + shard.written_bytes - before) / self._disk_rate
+                self.spans.append(("disk", label, begin, self._disk_end, 0.0))
+                compiled.catch_up(self._disk_end)
+            return found
+
+        return on_disk
 
     def _labeled(self, call: Callable, label: str, place: int) -> Callable:
         compiled = self._compiled
@@ -303,6 +340,8 @@ def measure(
     steps: int,
     script_threads: int = 0,
     steps_on_host: bool = False,
+    disk_gbs: float = 2.0,
+    activations: float = 1.0,
 ) -> dict[str, Any]:
     """Takes steps in this process. Returns figures of each step after the warm-up, and the spans of the last one."""
     import standin_device
@@ -322,14 +361,37 @@ def measure(
     script = min(memory, 1e9 * THREAD_GBS * script_threads / smaller) if script_threads else memory
     cores = Cores(compiled, script, memory)
     cores.release()
+    kept_bytes = activations * ACTIVATIONS_MIB[model_name] * 2**20 / smaller
+    disk = 1e9 * disk_gbs / smaller
+    machine = Machine(
+        ranks_a_node=1,
+        # A third is forward. The optimizer's kernels are in `PLAIN_MS`.
+        flops=3 / (1e-3 * PLAIN_MS[model_name]),
+        memory_bytes_a_second=float("inf"),
+        host_bytes_a_second=link,
+        host_step_bytes_a_second=memory,
+        rank_step_bytes_a_second=memory,
+        disk_bytes_a_second=disk,
+    )
+    config = ZeroConfig.from_dict(settings)
+    layout = lay_out(
+        model,
+        optimizers,
+        config,
+        ranks_without_a_group(1, 1, config, "standin"),
+        torch.device(standin_device.NAME),
+        free_bytes=0 if steps_on_host else None,
+    )
+    kept = Activations(curve=(), saved_bytes=round(kept_bytes), flops=3, forward_flops=1, tokens=0, shape="")
+    planned = step_time(layout, machine, kept, accumulation)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(choice, "choose_host_cores", lambda device: cores))
         if steps_on_host:
             # As on a device without room for gradients.
             stack.enter_context(mock.patch.object(assemble, "has_room_to_step", return_value=False))
         engine = ZeroEngine(model, optimizers, settings)
-    add_kernels(compiled, model, model_name, smaller)
-    host = Host(compiled)
+    add_kernels(compiled, model, model_name, kept_bytes)
+    host = Host(compiled, disk)
     batches = [
         {name: values.to(standin_device.NAME) for name, values in workload.make_batch(0, number).items()}
         for number in range(accumulation)
@@ -363,7 +425,8 @@ def measure(
     computed_ms = [1e3 * (end - begin) for begin, end in pairwise(marks)][WARMUP_STEPS:]
     return {
         "steps": [
-            _figures(found, begin, end, accumulation * PLAIN_MS[model_name]) | {"script_ms": script_ms}
+            _figures(found, begin, end, accumulation * PLAIN_MS[model_name])
+            | {"script_ms": script_ms, "planned_ms": 1e3 * planned.step_s}
             for (begin, end), script_ms in zip(steps_ms, computed_ms)
         ],
         "spans": [
@@ -392,7 +455,7 @@ def _figures(spans: list[Span], begin_ms: float, end_ms: float, kernels_ms: floa
         "exposed_ms": end_ms - begin_ms - kernels_ms,
         **{
             f"{name.replace(' ', '_')}_ms": totals[name]
-            for name in (*COMPUTED, "down", "up", "host waits", "device waits")
+            for name in (*COMPUTED, "down", "up", "disk", "host waits", "device waits")
         },
     }
 
@@ -402,7 +465,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
     steps = [step for run in runs for step in run["steps"]]
     found = {name: median(step[name] for step in steps) for name in steps[0]}
     host = sum(found[f"{name.replace(' ', '_')}_ms"] for name in COMPUTED)
-    moved = found["down_ms"] + found["up_ms"] + host
+    moved = found["down_ms"] + found["up_ms"] + found["disk_ms"] + host
     return found | {
         "host_ms": host,
         "moved_ms": moved,
@@ -421,11 +484,13 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         ("fastest", "fastest_ms", ".0f"),
         ("slowest", "slowest_ms", ".0f"),
         ("of plain", "ratio", ".2f"),
+        ("planned", "planned_ratio", ".2f"),
         ("exposed", "exposed_ms", ".1f"),
         ("% of copies and host", lambda row: 100 * row["exposed_share"] if row["exposed_share"] else None, ".0f"),
         ("script", "script_ms", ".1f"),
         ("down", "down_ms", ".1f"),
         ("up", "up_ms", ".1f"),
+        ("disk", "disk_ms", ".0f"),
         *((name, f"{name.replace(' ', '_')}_ms", ".1f") for name in COMPUTED),
         ("device MiB", "device_peak_bytes", ",.0f", 2**20),
         ("pinned MiB", "pinned_bytes", ",.0f", 2**20),
@@ -504,13 +569,15 @@ def draw(path: Path, runs: list[tuple[str, list[Span]]]) -> None:
     print(f"drawn in {path}")
 
 
-def ways_of(options: Any) -> dict[str, dict[str, Any]]:
-    """Arguments of `measure` by name. The first is a step without offload."""
+def ways_of(options: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Arguments of `measure` by the names of tiers. The first is a step without offload."""
     moments = {"moments": options.moments} if options.moments != "fp32" else {}
-    host = {"stage": 2, "offload": {"optimizer": "cpu"}, **moments}
-    ways = {"device": {"settings": {"stage": 2, **moments}}, "host": {"settings": host}}
-    if options.small_device:
-        ways["stepped there"] = {"settings": host, "steps_on_host": True}
+    ways = {}
+    for tier in dict.fromkeys(["device", *options.tiers]):
+        settings = TIERS[tier] | moments
+        if tier == "files":
+            settings["offload"] = settings["offload"] | {"nvme_path": folder}
+        ways[tier] = {"settings": settings, "steps_on_host": tier == "stepped there"}
     return ways
 
 
@@ -518,32 +585,39 @@ def compare(options: Any) -> dict[str, Any]:
     """Runs each way at each link speed, in turn, and shows rows, buckets and the picture. Returns the figures."""
     figures: dict[str, Any] = {}
     drawn: list[tuple[str, list[Span]]] = []
+    folder = tempfile.TemporaryDirectory(prefix="timeline-", dir=options.nvme_path)
+    ways = ways_of(options, folder.name)
     for name in options.models or list(PLAIN_MS):
         for link in options.links:
-            ways = ways_of(options)
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for way in list(ways) * options.rounds:
                 arguments = {"model_name": name, "optimizer_name": options.optimizer, **ways[way]}
                 arguments |= {"link_gbs": link, "host_gbs": options.host_gbs, "clips": options.clip}
                 arguments |= {"accumulation": options.accumulation, "steps": options.steps}
-                arguments |= {"script_threads": options.script_threads}
+                arguments |= {"script_threads": options.script_threads, "disk_gbs": options.disk_gbs}
+                arguments |= {"activations": options.activations}
                 runs[way].append(run_alone(measure, time_limit_s=600, keyword_arguments=arguments))
             rows = [{"way": way, **summarise(found)} for way, found in runs.items()]
             for row in rows:
                 row["ratio"] = row["whole_ms"] / rows[0]["whole_ms"]
+                row["planned_ratio"] = row["planned_ms"] / rows[0]["planned_ms"]
+            off = [row["way"] for row in rows if abs(row["planned_ratio"] / row["ratio"] - 1) > PLAN_ERROR]
             differ = [way for way, found in runs.items() if found[0]["losses"] != runs["device"][0]["losses"]]
             more = f", {options.accumulation} micro-batches" if options.accumulation > 1 else ""
             moments = f", moments in {options.moments}" if options.moments != "fp32" else ""
             title = f"{name}, {options.optimizer}{moments}{more}, {link:g} GB/s"
             show(f"{title}; the host's memory: {options.host_gbs:g} GB/s", rows)
             print("losses equal the device tier's" if not differ else f"LOSSES DIFFER: {differ}")
-            show_buckets(title, [Span(**span) for span in runs["host"][-1]["spans"]])
+            print(*(f"the plan of {way} is more than {PLAN_ERROR:.0%} off" for way in off), sep="\n")
+            if "host" in runs:
+                show_buckets(title, [Span(**span) for span in runs["host"][-1]["spans"]])
             drawn += [
                 (f"{title}, {way}", [Span(**span) for span in runs[way][-1]["spans"]])
                 for way in reversed(ways)
                 if way != "device"
             ]
-            figures[title] = {"rows": rows, "equal": not differ}
+            figures[title] = {"rows": rows, "equal": not differ, "planned": not off}
+    folder.cleanup()
     if options.picture:
         draw(Path(options.picture), drawn)
     return figures

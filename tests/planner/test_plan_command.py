@@ -13,11 +13,12 @@ from cells import slow
 from command_runs import hf_zero, refusals
 from rich.console import Console
 from training import bert, gpt2
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
+from hf_zero.planner.layouts import CONTEXT_BYTES
 from hf_zero.planner.meta_models import checkpointing_argument
-from hf_zero.planner.search import choose
+from hf_zero.planner.search import choose, duration
 from hf_zero.planner.tables import table_of
 
 pytestmark = pytest.mark.timeout(100)
@@ -84,6 +85,43 @@ def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
         *asked, "--gpu-memory", int(0.75 * least), "--chunked-loss", "--host-memory", "64GB", "--offload-activations"
     )
     assert moved.exit_code == 0, moved.output
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Matrices of 50 million elements, whose state is larger than the activations of a few rows."""
+    with torch.device("meta"):
+        return GPT2LMHeadModel(
+            GPT2Config(n_embd=1024, n_layer=4, n_head=8, vocab_size=1000, bos_token_id=0, eos_token_id=0)
+        )
+
+
+def test_a_plan_steps_state_on_the_host_if_the_device_has_no_room_for_gradients(wide):
+    weights_bytes = sum(p.nbytes for p in wide.parameters())
+    others_bytes = CONTEXT_BYTES + sum(buffer.nbytes for buffer in wide.buffers())
+    found = []
+    for less in (0, 1):
+        # Parameters and gradients may need half of the memory.
+        plan = make_plan(wide, gpu_memory=4 * weights_bytes + others_bytes - less, host_memory="64GB", seq=16)
+        found += [each for each in plan.candidates if each.name == "stage 2, state cpu"]
+    there, on_host = found
+    assert "gradients" not in there.forecast.host and on_host.forecast.host["gradients"] >= weights_bytes
+    assert on_host.forecast.device_bytes < there.forecast.device_bytes
+    # A pass of the host over 28 bytes of a parameter's state, and three over its gradient's 4 bytes.
+    assert on_host.step_s - there.step_s > 40 * weights_bytes / 4 / 60e9
+
+
+def test_a_plan_names_a_part_that_is_faster_than_offload(wide):
+    options = {"host_memory": "64GB", "seq": 64, "batch": 32}
+    roomy = make_plan(wide, gpu_memory="64GB", **options)
+    assert roomy.choice.candidate.name == "DDP" and not any("Faster" in line for line in roomy.choice.why)
+    [needed] = [each.forecast.device_bytes for each in roomy.candidates if each.name == "stage 1, state cpu"]
+    tight = make_plan(wide, gpu_memory=round(needed / 0.92) + 1, **options)
+    chosen = tight.choice.candidate
+    assert chosen.name == "stage 1, state cpu"
+    [line] = [line for line in tight.choice.why if line.startswith("Faster: ")]
+    assert line.startswith("Faster: with half the rows a micro-batch and twice as many micro-batches, stage 0 fits")
+    assert f"instead of {duration(chosen.step_s)}" in line and "twice gradient_accumulation_steps" in line
 
 
 @pytest.mark.slow

@@ -15,12 +15,14 @@ from standin_runs import HOST, own_device
 from torch import nn
 from training import gpt2, gpt2_batch
 
+from hf_zero.config import ZeroConfig
 from hf_zero.device import allocated_bytes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.offload.device_window import WINDOW, DeviceWindow, HostBytes
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.tiers import HostTier, WindowTier
 from hf_zero.optimizer.bucket_steps import BucketStep
+from hf_zero.planner.layouts import lay_out, ranks_without_a_group
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 
@@ -349,11 +351,24 @@ def test_a_step_on_the_device_needs_room_and_an_optimizer_that_steps_buckets_one
         found[name] = type(engine.tier)
         engine.close()
     # Parameters and gradients may need half of the memory, in which the parameters are already.
-    least = 3 * sum(parameter.nbytes for parameter in gpt2(layers=2).parameters())
+    weights_bytes = sum(parameter.nbytes for parameter in gpt2(layers=2).parameters())
+    least = 3 * weights_bytes
     for name, free in (("just enough", least), ("too little", least - 1)):
         with mock.patch("hf_zero.engine.room.free_bytes", return_value=free):
-            _, _, engine = built({"offload": HOST})
+            model, optimizers, engine = built({"offload": HOST})
         found[name] = type(engine.tier)
         engine.close()
+        # A plan decides the same for a device of this size, of which frozen parameters need a part.
+        config = ZeroConfig.from_dict({"stage": 2, "offload": HOST})
+        model.frozen = nn.Parameter(torch.empty(3), requires_grad=False)
+        layout = lay_out(
+            model,
+            optimizers,
+            config,
+            ranks_without_a_group(1, 1, config, "standin"),
+            own_device(),
+            free_bytes=free + weights_bytes + 12,
+        )
+        assert {cost.visits for cost in layout.costs if cost.trained} == {name == "just enough"}
     on_device = {name for name, tier in found.items() if tier is WindowTier}
     assert on_device == {"room", "just enough"} and set(found.values()) == {WindowTier, HostTier}

@@ -50,26 +50,42 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     assert event.query() and (down == 0).all()
 
 
-@on_ranks(1)
-def test_a_timeline_has_all_copies_and_the_losses_of_the_device(rank, world_size, library):
+@on_ranks(1, time_limit_s=360)
+def test_a_timeline_has_all_copies_the_losses_of_the_device_and_the_planned_times(rank, world_size, library, tmp_path):
     tiny = replace(timeline.SMALLER["bert-base"], n_embd=64, n_layer=2, n_head=2, vocab_size=512, n_positions=16)
     numel = sum(parameter.numel() for parameter in tiny.make_model().parameters())
     with mock.patch.dict(timeline.SMALLER, {"bert-base": tiny}), mock.patch.dict(timeline.NUMEL, {"bert-base": numel}):
         runs = [
             timeline.measure(
                 model_name="bert-base",
-                settings={"stage": 2, "offload": offload},
+                settings={"stage": 2, "offload": offload, "bucket_bytes": "50KiB"},
                 optimizer_name="adamw",
                 link_gbs=0.001,
                 host_gbs=0.001,
-                accumulation=1,
+                disk_gbs=0.0002,
+                accumulation=accumulation,
                 clips=True,
                 steps=1,
+                steps_on_host=steps_on_host,
+                activations=activations,
             )
-            for offload in ({}, {"optimizer": "cpu"})
+            for offload, activations, accumulation, steps_on_host in (
+                ({}, 0.01, 1, False),
+                ({"optimizer": "cpu"}, 0.01, 1, False),
+                # Backward frees memory for a part of the state, and for none.
+                ({"optimizer": "cpu"}, 5e-4, 1, False),
+                ({"optimizer": "cpu"}, 1e-4, 1, False),
+                ({"optimizer": "cpu"}, 0.01, 1, True),
+                ({"optimizer": "cpu"}, 0.01, 2, True),
+                ({"optimizer": "nvme", "nvme_path": str(tmp_path)}, 0.01, 1, False),
+            )
         ]
-    plain, offloaded = map(timeline.summarise, ([run] for run in runs))
-    assert runs[0]["losses"] == runs[1]["losses"]
+    plain, offloaded, *others = map(timeline.summarise, ([run] for run in runs))
+    assert all(run["losses"] == runs[0]["losses"] for run in runs if len(run["losses"]) == len(runs[0]["losses"]))
+    for found in (plain, offloaded, *others):
+        print(found["planned_ms"], found["whole_ms"], found["planned_ms"] / found["whole_ms"])
+    for found in (plain, offloaded, *others):
+        assert found["planned_ms"] == pytest.approx(found["whole_ms"], rel=timeline.PLAN_ERROR)
     bytes_ms = 1e3 * 4 * numel / 1e6
     assert plain["up_ms"] == 0
     # Two moments in each direction, and the alignment of small ones.
