@@ -15,7 +15,7 @@ from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..comm.groups import keeps_launch_order
 from ..config import ZeroConfig
-from ..device import available_host_bytes, in_units
+from ..device import available_host_bytes, in_units, ranks_on_this_host
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..engine.room import anchor_numel
@@ -306,7 +306,7 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     if traffic is not None and offload.optimizer == "nvme":
         what = (
             f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
-            "the step"
+            f"the step{_why_files_cannot_pay_off(engine, traffic.held_bytes)}"
         )
     else:
         plan = _plan_of(engine, moved)
@@ -320,6 +320,19 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
             f"host has left; the step runs {where}"
         )
     return [*rows, ("offload.optimizer", what + stays)]
+
+
+def _why_files_cannot_pay_off(engine: ZeroEngine, held_bytes: int) -> str:
+    """Returns in words that the state in files would fit in host memory; "" if it would not."""
+    free, ranks = available_host_bytes(), ranks_on_this_host()
+    if not 0 < held_bytes * ranks <= free:
+        return ""
+    most = sum(bucket.layout.shard_numel for bucket in engine.buckets) * free // (held_bytes * ranks)
+    return (
+        f"; files cannot pay off below {most:,} parameters a rank, whose state fits in the {in_units(free)} that this host has "
+        f"left: a step reads and writes {in_units(2 * held_bytes)}, and a disk of 1 GB/s needs "
+        f"{2 * held_bytes * ranks / 1e9:.2g} s for those of this host"
+    )
 
 
 def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
 from .memory_savers import parts_that_help
 from .meta_models import optimizer_like_trainers
 from .request import host_machine
-from .search import Candidate, Choice, Machine, choose
+from .search import Candidate, Choice, Machine, advice_on_files, choose
 from .set_ups import SetUp, set_ups
 from .text_losses import TextLoss, text_trainer
 from .trace import free_for_training, reserve_on, trace
@@ -275,6 +275,7 @@ def _answer(
             recomputed=lambda: _activations(model, batch, *how, recomputes=True)[0],
             halved=lambda: None if halves is None else _activations(model, halves, *how)[0],
         )
+        helps += advice_on_files(candidates, room, machine, sum(p.numel() for p in model.parameters()))
         if choice.candidate is None:
             least = choice.rejected
             return _Answer(

@@ -21,7 +21,7 @@ from .layouts import CONTEXT_BYTES, Job, Layout, step_time
 from .memory_savers import parts_that_help
 from .meta_models import model_without_memory, optimizer_like_trainers
 from .request import PlanRequest
-from .search import Candidate, Choice, Machine, StepTime, choose
+from .search import Candidate, Choice, Machine, StepTime, advice_on_files, choose
 from .set_ups import SetUp, set_ups
 from .tensor_parallel import split_without_memory
 from .trace import Batch, reserve_on, trace
@@ -198,7 +198,8 @@ def make_plan(
             halved=lambda: None if request.batch % 2 or given is not None else traced(request=halves)[0],
         )
         choice = replace(choice, why=(*choice.why, *helps))
-    choice = replace(choice, why=(*choice.why, *_advice_on_links(job, choice, request)))
+    files = advice_on_files(found, room, request.machine, numels[0])
+    choice = replace(choice, why=(*choice.why, *files, *_advice_on_links(job, choice, request)))
     return Plan(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         parameters=numels[0],

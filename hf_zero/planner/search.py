@@ -133,13 +133,12 @@ class Machine:
 # ahead, over the same link as the reductions. The work of forward and backward is divided among buckets by their elements. The
 # simulated step is one in the middle of a run, from one optimizer step to the next.
 #
-# [Note: the simulated offload] State that visits the accelerator is fetched while backward frees memory, up to `freed_bytes`. The
-# remaining state passes through the window during the step, while stepped state is copied back. State that is on the accelerator
-# after the step is copied back during the next forward, except the window. For a step on the host, reduced gradients are copied
-# during backward. The norm and its coefficient (Trainer clips by default) read gradients twice and write them once. The
-# optimizer follows, one bucket after the other, while stepped parameters are copied to the accelerator, and state is read from
-# files and written to them. Reads and writes share the disk. With several reductions per step, the host adds gradients during
-# backward.
+# [Note: the simulated offload] Visiting state is fetched into memory freed by backward, up to `freed_bytes`. The remaining state
+# passes through the window during the step, while stepped state is copied back. State on the accelerator after the step is copied
+# back during the next forward, except the window. For a step on the host, reduced gradients are copied during backward. The norm
+# and its coefficient (Trainer clips by default) read gradients twice and write them once. The optimizer follows, one bucket after
+# the other, while stepped parameters are copied to the accelerator, and state is read from files and written to them. Reads and
+# writes share the disk. With several reductions per step, the host adds gradients during backward.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +209,8 @@ class StepTime:
         exposed_s: time in which kernels wait for collectives.
         communication_s: time in which the link is busy.
         optimizer_s: from the last gradient to the last parameter.
+        disk_s: time in which the disk is busy.
+        without_disk_s: the whole step with a disk that needs no time.
         mfu: model FLOPs utilization: the fraction of `Machine.peak_flops`, without recomputation.
         flops_a_second: a rank's rate, including recomputation.
     """
@@ -221,6 +222,8 @@ class StepTime:
     optimizer_s: float
     mfu: float
     flops_a_second: float
+    disk_s: float = 0.0
+    without_disk_s: float = 0.0
 
 
 class _Link:
@@ -266,7 +269,9 @@ class _Simulation:
             now = self._backward(now, reduces=reduces) + work.exchange_s + self._late_activations_s()
             if reduces:
                 late_s = self._late_gradients_s(late_s, adds=index > 0)
-        optimizer_s = max(late_s, work.edge_bytes / machine.host_bytes_a_second) + self._optimizer_s()
+        disk_s = work.disk_bytes / (machine.disk_bytes_a_second / machine.ranks_a_node)
+        late_s = max(late_s, work.edge_bytes / machine.host_bytes_a_second)
+        optimizer_s = late_s + self._optimizer_s(disk_s)
         compute_s = work.micro_batches * (work.forward_flops + work.backward_flops) / machine.flops
         step_s = now + optimizer_s
         return StepTime(
@@ -277,6 +282,8 @@ class _Simulation:
             optimizer_s=optimizer_s,
             mfu=work.micro_batches * work.model_flops / step_s / machine.peak_flops,
             flops_a_second=work.micro_batches * (work.forward_flops + work.backward_flops) / step_s,
+            disk_s=disk_s,
+            without_disk_s=now + late_s + self._optimizer_s(0.0),
         )
 
     def _reduce_s(self, piece: Piece) -> float:
@@ -361,12 +368,11 @@ class _Simulation:
         copies_s = work.down_bytes / machine.host_bytes_a_second
         return max(0.0, max(0.0, before_s - forward_s) + max(copies_s, sums_s) - backward_s)
 
-    def _optimizer_s(self) -> float:
+    def _optimizer_s(self, disk_s: float) -> float:
         """Returns the time from the last gradient to the next forward; see [Note: the simulated offload]."""
         work, machine = self._work, self._machine
         link, forward_s = machine.host_bytes_a_second, work.forward_flops / machine.flops
         host_s = machine.host_pass_s(work.host_step_bytes)
-        disk_s = work.disk_bytes / (machine.disk_bytes_a_second / machine.ranks_a_node)
         return (
             work.step_bytes / machine.memory_bytes_a_second
             + self._visit_s()
@@ -526,6 +532,50 @@ def _reasons(
     if chosen.forecast.unknown:
         lines.append(f"Not counted, since not known beforehand: {', '.join(chosen.forecast.unknown)}.")
     return tuple(lines)
+
+
+MOST_TIMES_SLOWER = 3
+"""State in files pays off if host memory is too small, and if a step is at most this times slower than with host memory."""
+
+
+def advice_on_files(candidates: Sequence[Candidate], room: Room, machine: Machine, numel: int) -> list[str]:
+    """Returns a line on whether state in files can pay off: from which model size and disk on; [] without such set-ups.
+
+    Args:
+        candidates: all set-ups.
+        numel: the model's parameters.
+    """
+    by_tiers = {
+        (each.forecast.settings.get("stage"), _tiers(each)): each for each in candidates if each.step is not None
+    }
+    pairs = [
+        (by_tiers[stage, ("cpu", "none")], each)
+        for (stage, tiers), each in by_tiers.items()
+        if tiers == ("nvme", "none") and (stage, ("cpu", "none")) in by_tiers
+    ]
+    if not pairs:
+        return []
+    in_memory, in_files = min(pairs, key=lambda pair: pair[1].step_s)
+    step = in_files.step
+    if step is None or not in_memory.forecast.host_bytes:
+        return []
+    rate = machine.disk_bytes_a_second / _GB
+    slower = step.step_s / in_memory.step_s
+    spare_s = MOST_TIMES_SLOWER * in_memory.step_s - step.without_disk_s
+    least = f"{rate * step.disk_s / spare_s:.3g} GB/s" if spare_s > 0 else "any rate"
+    disk = (
+        f"{in_files.name} needs {duration(step.step_s)} for a step, {slower:.1f} times {in_memory.name}: a disk of {rate:g} GB/s "
+        f"is busy for {duration(step.disk_s)} of them, and one below {least} makes it more than {MOST_TIMES_SLOWER} times slower."
+    )
+    if room.host is None or in_memory.forecast.host_bytes > room.host:
+        return [disk] if slower > MOST_TIMES_SLOWER else []
+    most = int(numel * room.host / in_memory.forecast.host_bytes)
+    return [f"Files cannot pay off below {most:,} parameters, whose state fits in host memory. {disk}"]
+
+
+def _tiers(candidate: Candidate) -> tuple[str, str]:
+    offload = candidate.forecast.settings.get("offload") or {}
+    return offload.get("optimizer", "none"), offload.get("params", "none")
 
 
 def duration(seconds: float) -> str:

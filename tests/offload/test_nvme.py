@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hf_zero.allocation import allocate
 from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.mapped_tensors import mapped_tensors
 from hf_zero.config import ConfigError
+from hf_zero.device import in_units
 from hf_zero.engine import room
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
@@ -93,7 +95,11 @@ def test_between_steps_state_is_in_files_and_nowhere_else(stage, tmp_path, capsy
     assert report.total_bytes == sum(row.bytes for row in report.rows if row.kind != "optimizer state")
     announce(engine, "nobody")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "in files" in said
+    assert "in files" in said and f"a step reads and writes {in_units(2 * held)}" in said
+    # If state is larger than host memory, only files are left.
+    with mock.patch("hf_zero.integrations.announce.available_host_bytes", return_value=held - 1):
+        announce(engine, "nobody")
+    assert "cannot pay off" in said and "cannot pay off" not in capsys.readouterr().err
     assert "written by the last step" in report.table()
 
 
@@ -507,6 +513,7 @@ HOLD = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 from hf_zero.offload.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 (folder.path / "bucket-0.state").write_bytes(bytes(4096))

@@ -124,6 +124,24 @@ def test_a_plan_names_a_part_that_is_faster_than_offload(wide):
     assert f"instead of {duration(chosen.step_s)}" in line and "twice gradient_accumulation_steps" in line
 
 
+def test_a_plan_says_from_which_model_and_disk_on_files_pay_off(wide):
+    options = {"gpu_memory": "64GB", "disk": "1TB", "seq": 64, "batch": 32}
+    roomy, tight = (make_plan(wide, host_memory=memory, **options) for memory in ("64GB", "100MB"))
+    by_name = {each.name: each for each in roomy.candidates}
+    in_memory, in_files = by_name["stage 1, state cpu"], by_name["stage 1, state nvme"]
+    [line] = [line for line in roomy.choice.why if line.startswith("Files cannot pay off below ")]
+    most = int(line.split()[5].replace(",", ""))
+    assert most / roomy.parameters == pytest.approx(64e9 / in_memory.forecast.host_bytes, rel=1e-3)
+    assert f"{in_files.step_s / in_memory.step_s:.1f} times stage 1, state cpu: a disk of 3 GB/s is busy" in line
+    least_gbs = float(line.split("one below ")[1].split()[0])
+    # The same step with a disk of this rate.
+    step_s = in_files.step.without_disk_s + in_files.step.disk_s * 3 / least_gbs
+    assert step_s == pytest.approx(3 * in_memory.step_s, rel=0.01)
+    # Without room in host memory, files are the only way, and only the disk counts.
+    assert not any("cannot pay off" in line for line in tight.choice.why)
+    assert any("one below" in line for line in tight.choice.why)
+
+
 @pytest.mark.slow
 def test_ranks_of_a_sequence_have_a_part_of_its_activations_and_of_its_work(config, tmp_path):
     def planned(*arguments) -> dict:
