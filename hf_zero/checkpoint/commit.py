@@ -7,19 +7,18 @@ import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from ..comm.all_or_none import Exchange
+from ..comm.all_or_none import Exchange, Merge
 from ..device import in_units
 from .disks import Disk
 from .faults import CheckpointError
 from .files import MARK, files_below, is_inside, replace_file, sync
 from .hashes import Chunk, FileRecord, by_file, hashes_of, refuse_changed, share_of
 from .manifest import MANIFEST_NAME, Manifest, row_file
-from .on_all_ranks import on_all_ranks
+from .on_all_ranks import done_on_all_ranks, merged_on_all_ranks, on_all_ranks
 from .safetensors_headers import is_whole_safetensors
 
 # All files are written to `.tmp-NAME`, next to the final folder. There each file is hashed and synced to the disk, and the
@@ -39,7 +38,7 @@ def former_of(final: Path) -> Path:
     return final.parent / f".old-{final.name}"
 
 
-def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> Path:
+def begin(final: Path, *, needed_bytes: int, disk: Disk, merge: Merge) -> Path:
     """Makes an empty temporary folder for the checkpoint `final`. Collective.
 
     Args:
@@ -66,7 +65,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
         temporary.mkdir()
 
     try:
-        on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
+        done_on_all_ranks(merge, disk.rank, make, doing=f"begin {final}", then=_THEN)
     except BaseException:
         # The begin may have failed on another disk only.
         abandon(temporary, disk=disk)
@@ -74,7 +73,17 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
     return temporary
 
 
-def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk, exchange: Exchange) -> None:
+@dataclass(frozen=True)
+class _Lost:
+    """The first lost file of some ranks; None without one."""
+
+    file: str | None
+
+    def merged(self, other: "_Lost") -> "_Lost":
+        return _Lost(min((each.file for each in (self, other) if each.file is not None), default=None))
+
+
+def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk, merge: Merge) -> None:
     """Syncs the files of a checkpoint to the disk, then writes the manifest with their hashes. Collective.
 
     Args:
@@ -91,7 +100,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     hashes: dict[Chunk, str] = {}
 
-    def hash_own_part() -> list[str]:
+    def hash_own_part() -> _Lost:
         # Skip names which are invalid in a manifest: hf_zero did not write such files. Skip marks as well: ranks that are
         # faster have already stored their hashes in such files.
         found = (n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n))
@@ -110,11 +119,11 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
         # Each rank looks for its own file, as each disk may have only some of the files. A process that converts a checkpoint
         # looks for all files.
         own_files = [row_file(r, manifest.world_size) for r in manifest.writers() if r % disk.world_size == disk.rank]
-        return [file for file in own_files if f"{folder}/{file}" not in names]
+        return _Lost(next((file for file in own_files if f"{folder}/{file}" not in names), None))
 
-    def write(lost: Sequence[str]) -> None:
-        if lost:
-            raise CheckpointError(f"{folder}/{lost[0]} has been written and is gone")
+    def write(lost: _Lost) -> None:
+        if lost.file is not None:
+            raise CheckpointError(f"{folder}/{lost.file} has been written and is gone")
         if disk.leads:
             others = [_take_hashes(root, rank) for rank in disk.ranks if rank != disk.rank]
             files = _records(root, [hashes, *others])
@@ -129,11 +138,11 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     try:
         # No rank writes the manifest before all ranks have hashed and synced their shares.
-        lost = list(chain(*on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)))
+        lost = merged_on_all_ranks(merge, disk.rank, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
         # Compare the files with memory after the hashes are made. A bit that flips before the hash is found here, and a bit
         # that flips later fails the hash.
-        on_all_ranks(exchange, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
-        on_all_ranks(exchange, lambda: write(lost), doing=f"write the manifest of {root}", then=_THEN)
+        done_on_all_ranks(merge, disk.rank, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
+        done_on_all_ranks(merge, disk.rank, lambda: write(lost), doing=f"write the manifest of {root}", then=_THEN)
     except BaseException:
         with suppress(OSError):
             _hashes_file(root, disk.rank).unlink()
@@ -168,7 +177,7 @@ def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, File
     return {n: FileRecord(size=(root / n).stat().st_size, xxh3=tuple(values)) for n, values in found.items()}
 
 
-def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> None:
+def commit(temporary: Path, final: Path, *, disk: Disk, merge: Merge) -> None:
     """Replaces the checkpoint `final` by a sealed `temporary`, with one rename. Collective.
 
     Raises:
@@ -197,7 +206,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         sync(final.parent)
         _take_away(replaced)
 
-    on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
+    done_on_all_ranks(merge, disk.rank, rename, doing=f"commit {final}", then=_THEN)
 
 
 def _move_file_aside(final: Path) -> None:

@@ -52,7 +52,7 @@ class CheckpointReader:
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Lists a parameter's kinds of state with one value per element, each tensor of a stack by its own name."""
+        """Lists a parameter's kinds of state with one value per element, and each tensor of a stack by number."""
         own = self.manifest.own_shapes.get(name, {})
         kinds = self.manifest.kinds.get(name, ())
         stacked = (_numbered(kind, own[kind][0]) for kind in kinds if kind in own and kind in STACKS)

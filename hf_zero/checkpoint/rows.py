@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..comm.all_or_none import Exchange, Merge
+from ..comm.all_or_none import Merge
 from ..layout.boxes import Box
 from ..layout.intervals import Cuts, EvenCuts, Interval, joined_cuts, joined_intervals, without_ranks
 from ..versions import __version__
@@ -17,7 +17,7 @@ from .faults import CheckpointError
 from .hashes import Written
 from .live_pieces import LivePieces, Piece, dtype_name, lay_out, write_all
 from .manifest import MANIFEST_NAME, STACKS, WEIGHTS, Manifest, SavedRows, row_file
-from .on_all_ranks import merged_on_all_ranks, on_all_ranks
+from .on_all_ranks import done_on_all_ranks, merged_on_all_ranks
 from .safetensors_headers import SAVE_KEY
 from .staging import Values
 
@@ -207,7 +207,8 @@ def plan_rows(
 def write_pieces(
     pieces: Sequence[Piece],
     folder: Path,
-    exchange: Exchange,
+    merge: Merge,
+    rank: int,
     manifest: Manifest,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
@@ -224,13 +225,13 @@ def write_pieces(
     def write() -> None:
         written.extend(write_all(pieces, on_written))
 
-    on_all_ranks(exchange, write, doing=f"write to {folder}", then=_THEN)
+    done_on_all_ranks(merge, rank, write, doing=f"write to {folder}", then=_THEN)
     return replace(manifest, written=tuple(written))
 
 
-def write_live(pieces: LivePieces, folder: Path, exchange: Exchange, manifest: Manifest) -> Manifest:
+def write_live(pieces: LivePieces, folder: Path, merge: Merge, rank: int, manifest: Manifest) -> Manifest:
     """Writes pieces whose values are about to change; returns the manifest as `write_pieces` does. Collective."""
-    on_all_ranks(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
+    done_on_all_ranks(merge, rank, pieces.write, doing=f"write to {folder}", then=_THEN)
     return replace(manifest, written=tuple(pieces.written))
 
 

@@ -19,6 +19,7 @@ from ..checkpoint.hashes import Progress, untold
 from ..checkpoint.manifest import new_save
 from ..checkpoint.origin import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
 from ..checkpoint.rows import plan_rows, write_pieces
+from ..comm.all_or_none import Merged
 from ..engine.state import EngineState
 from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
 from ..integrations.group_settings import plain_settings
@@ -181,7 +182,7 @@ def convert(
         moved.by(rows[-1][-1].nbytes)
     needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
     disk = Disk.shared()
-    temporary = begin(out, needed_bytes=needed_bytes, disk=disk, exchange=_alone)
+    temporary = begin(out, needed_bytes=needed_bytes, disk=disk, merge=_alone)
     try:
         model.save_pretrained(temporary)
         _copy_the_rest(source, temporary)
@@ -195,11 +196,11 @@ def convert(
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
             optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
-            merge=lambda rows: rows,
+            merge=_alone,
         )
-        manifest = write_pieces(pieces, temporary / ZERO_FOLDER, _alone, manifest, moved.by)
-        seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)
-        commit(temporary, out, disk=disk, exchange=_alone)
+        manifest = write_pieces(pieces, temporary / ZERO_FOLDER, _alone, 0, manifest, moved.by)
+        seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, merge=_alone)
+        commit(temporary, out, disk=disk, merge=_alone)
     except BaseException:
         abandon(temporary, disk=disk)
         raise
@@ -224,8 +225,8 @@ class _Moved:
         self._on_progress(self._done, self._total)
 
 
-def _alone(value: object) -> list:
-    return [value]
+def _alone(value: Merged) -> Merged:
+    return value
 
 
 def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:

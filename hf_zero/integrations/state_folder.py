@@ -84,13 +84,13 @@ def _folder_to_fill(
         yield final, final, save
         return
     disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
-    temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+    temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, merge=engine.world.merge)
     # Otherwise accelerate would append its own number to the temporary folder.
     naming.automatic_checkpoint_naming = False
     try:
         yield temporary, final, save
         # After the caller has written accelerate's own files: the rename publishes all files at once.
-        commit(temporary, final, disk=disk, exchange=exchange)
+        commit(temporary, final, disk=disk, merge=engine.world.merge)
     except BaseException:
         abandon(temporary, disk=disk)
         raise

@@ -20,7 +20,7 @@ from ..checkpoint.on_all_ranks import on_all_ranks
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.rows import Row, plan_rows, write_pieces
 from ..checkpoint.verify import agreed, findings_in
-from ..comm.all_or_none import Exchange
+from ..comm.all_or_none import Merge
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..engine.state import EngineState, SavedState
@@ -171,7 +171,7 @@ def write_state(engine: ZeroEngine, folder: str | Path, save: str | None = None)
         manifest, pieces = plan_state(engine, folder, save=save)
     nbytes = sum(piece.nbytes for piece in pieces)
     with progress_bar("writing optimizer state", nbytes, is_main=engine.world_groups.rank == 0) as show:
-        return write_pieces(pieces, Path(folder), engine.world.exchange, manifest, show)
+        return write_pieces(pieces, Path(folder), engine.world.merge, engine.world_groups.rank, manifest, show)
 
 
 def plan_state(
@@ -275,9 +275,9 @@ def seal_state(
     folder: str = ZERO_FOLDER,
     within: str = "",
     disk: Disk | None = None,
-    exchange: Exchange | None = None,
+    merge: Merge | None = None,
 ) -> None:
-    """Writes the manifest, which makes `root` a complete checkpoint. Collective, through `exchange` or the engine's own.
+    """Writes the manifest, which makes `root` a complete checkpoint. Collective, through `merge` or the engine's own.
 
     Args:
         engine: the engine.
@@ -286,11 +286,11 @@ def seal_state(
         folder: the engine's folder inside `root`.
         within: prefix of the manifest's file names.
         disk: the disk of `root`; by default one shared by all ranks.
-        exchange: replaces the engine's own exchange, for an asynchronous save.
+        merge: replaces the engine's own merge, for an asynchronous save.
     """
     groups = engine.world_groups
     disk = disk or Disk.shared(groups.rank, groups.world_size)
-    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.world.exchange)
+    seal(root, manifest, folder=folder, within=within, disk=disk, merge=merge or engine.world.merge)
 
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:

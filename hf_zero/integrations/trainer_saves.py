@@ -30,10 +30,10 @@ from ..checkpoint.disks import Disk, disk_asked, find_disk
 from ..checkpoint.faults import CheckpointError
 from ..checkpoint.live_pieces import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, new_save
-from ..checkpoint.on_all_ranks import on_all_ranks
+from ..checkpoint.on_all_ranks import done_on_all_ranks, on_all_ranks
 from ..checkpoint.rows import write_live
 from ..checkpoint.verify import newest_first, step_of
-from ..comm.all_or_none import Exchange
+from ..comm.all_or_none import Exchange, Merge
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
 from ..hooks.replaced import replaced
@@ -477,7 +477,7 @@ class CheckpointSaver:
         layout = self._layout(disk, is_full=is_full)
         # An absolute path, because the script may change its working directory during the save.
         there = final.absolute()
-        temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+        temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, merge=engine.world.merge)
         try:
             plan = self._plan_model(layout, temporary, disk)
             _note_best(trainer, run_folder, final)
@@ -490,8 +490,9 @@ class CheckpointSaver:
             # A subclass may call Trainer's method on the saving rank only, or not at all.
             with_state = any(asked)
             if with_state and not disk.is_of_all:
-                on_all_ranks(
-                    exchange,
+                done_on_all_ranks(
+                    engine.world.merge,
+                    disk.rank,
                     lambda: self._write_scheduler(temporary, disk),
                     doing=f"write the scheduler's state to {temporary}",
                     then=AFTER_A_FAILED_SAVE,
@@ -518,10 +519,10 @@ class CheckpointSaver:
             # Two references, because a step clears `_live` once the remaining pieces are copied, and an interrupt may still
             # have to drop the save.
             self._live = self._writing = live
-            self._background.start(partial(complete, exchange=self._store_exchange.exchange))
+            self._background.start(partial(complete, merge=self._store_exchange.merge))
         else:
             with self._shown_from_here():
-                complete(exchange=exchange)
+                complete(merge=engine.world.merge)
             if trainer.args.push_to_hub:
                 trainer._push_from_checkpoint(str(final))
 
@@ -597,21 +598,23 @@ class CheckpointSaver:
         return HfLayout() if is_hf else ShardedLayout()
 
     def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
-        exchange = self.engine.world.exchange
+        world = self.engine.world
         if self.engine.state.is_split:
-            on_all_ranks(
-                exchange,
+            done_on_all_ranks(
+                world.merge,
+                disk.rank,
                 lambda: self._save_beside_weights(temporary) if disk.leads else None,
                 doing=f"write the model's config to {temporary}",
                 then=AFTER_A_FAILED_SAVE,
             )
             return weight_rows(self.engine)
         if self._is_placed:
-            plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
+            plan = layout.plan(self._trainer, self.engine, temporary, disk, world.exchange)
             if plan is not None:
                 return plan
-        on_all_ranks(
-            exchange,
+        done_on_all_ranks(
+            world.merge,
+            disk.rank,
             lambda: self._trainer.save_model(str(temporary), _internal_call=True),
             doing=f"write the model to {temporary}",
             then=AFTER_A_FAILED_SAVE,
@@ -644,14 +647,14 @@ class CheckpointSaver:
         *,
         disk: Disk,
         best: Path | None,
-        exchange: Exchange,
+        merge: Merge,
     ) -> None:
         try:
             # In this order, because the manifest vouches for files on the disk, and the rename must publish only a sealed
             # folder.
-            manifest = write_live(live, temporary, exchange, manifest)
-            seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
-            commit(temporary, final, disk=disk, exchange=exchange)
+            manifest = write_live(live, temporary, merge, disk.rank, manifest)
+            seal_state(self.engine, temporary, manifest, disk=disk, merge=merge)
+            commit(temporary, final, disk=disk, merge=merge)
         except CheckpointError:
             abandon(temporary, disk=disk)
             raise

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.all_or_none import Merged
+from ..comm.control import rounds
 from ..comm.groups import Groups
-from ..comm.transport import Value
 from .arrivals import CommunicationError
 from .store import StoreSilentError, StoreThread
 
@@ -44,16 +45,16 @@ class StoreExchange:
         if self._thread is not None:
             self._thread.within_s = seconds
 
-    def exchange(self, value: Value) -> list[Value]:
-        """Returns every rank's picklable value, in rank order.
+    def merge(self, value: Merged) -> Merged:
+        """Returns the values of all ranks merged into one. A rank reads a few values, however many ranks there are.
 
         Raises:
             CommunicationError: a rank or the store did not answer in time, or a value was not written by any of the ranks.
         """
         if self._groups.world_size == 1:
-            return [value]
+            return value
         try:
-            return self._exchange(value)
+            return self._merge(value)
         except StoreSilentError as error:
             raise CommunicationError(
                 f"hf_zero: the ranks cannot finish a checkpoint together: {error}. Look at that process and its host."
@@ -64,32 +65,43 @@ class StoreExchange:
                 "that kept it was lost or has ended; its own error is the reason."
             ) from error
 
-    def _exchange(self, value: Value) -> list[Value]:
+    def _merge(self, value: Merged) -> Merged:
         self._count += 1
-        key, data = self._key(self._groups.rank), pickle.dumps(value)
-        self._store.set(key, self._signature(key, data) + data)
-        values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
-        # All ranks have arrived here, so all have read the previous value, and its key can be deleted.
-        self._store.delete(f"{self._count - 1}/{self._groups.rank}")
-        return values
+        rank, size = self._groups.rank, self._groups.world_size
+        in_rounds = rounds(size)
+        for number, distances in enumerate(in_rounds):
+            key, data = self._key(number, rank), pickle.dumps(value)
+            self._store.set(key, self._signature(key, data) + data)
+            for distance in distances:
+                value = value.merged(self._take(number, (rank - distance) % size))
+        # All ranks have arrived here, so all have read the previous values, and their keys can be deleted.
+        for number in range(len(in_rounds)):
+            self._store.delete(f"{self._count - 1}/{number}/{rank}")
+        return value
 
-    def _key(self, rank: int) -> str:
-        return f"{self._count}/{rank}"
+    def _key(self, number: int, rank: int) -> str:
+        """Names a rank's value at the beginning of a round."""
+        return f"{self._count}/{number}/{rank}"
 
-    def _take(self, rank: int) -> Any:
-        began_s = time.monotonic()
+    def _missing(self, sender: int) -> int:
+        """Returns the first rank without a value in this merge. If all ranks have one, returns the sender."""
+        ranks = range(self._groups.world_size)
+        return next((rank for rank in ranks if not self._store.check(self._key(0, rank))), sender)
+
+    def _take(self, number: int, rank: int) -> Any:
+        key, began_s = self._key(number, rank), time.monotonic()
         # Poll instead of using the store's own wait, which could not be shortened by `hurry`.
-        while not self._store.check(self._key(rank)):
+        while not self._store.check(key):
             if time.monotonic() > began_s + self._timeout_s:
                 raise CommunicationError(
-                    f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
-                    f"{self._timeout_s:.0f} s; its own error is the reason."
+                    f"hf_zero: rank {self._missing(rank)} did not come to finish a checkpoint. It ended, or was held up for more "
+                    f"than {self._timeout_s:.0f} s; its own error is the reason."
                 )
             time.sleep(_GLANCE_S)
-        signed = self._store.get(self._key(rank))
+        signed = self._store.get(key)
         signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         # Check before unpickling: torch's store answers anybody with access to its port, and unpickling may run code.
-        if not hmac.compare_digest(signature, self._signature(self._key(rank), data)):
+        if not hmac.compare_digest(signature, self._signature(key, data)):
             raise CommunicationError(
                 f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "
                 "the store: let only the run's own nodes reach MASTER_PORT."

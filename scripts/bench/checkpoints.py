@@ -40,6 +40,7 @@ from hf_zero.checkpoint.live_pieces import lay_out
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.rows import RowsOfRanks
+from hf_zero.comm.all_or_none import Merged
 from hf_zero.comm.control import rounds
 from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval, even_cuts, joined_intervals
@@ -318,13 +319,13 @@ def merge_rows(
 
 
 def received_in_seal(manifest: Manifest, ranks: int) -> int:
-    """Counts the bytes that one rank receives from all ranks while it seals its part."""
+    """Counts the bytes that one rank receives while it seals its part, in the rounds of `Control`. All ranks have its values."""
     received = 0
 
-    def exchange(value: object) -> list[object]:
+    def merge(value: Merged) -> Merged:
         nonlocal received
-        received += ranks * len(pickle.dumps(value))
-        return [value] * ranks
+        received += sum(map(len, rounds(ranks))) * len(pickle.dumps(value))
+        return value
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zero"
@@ -332,7 +333,7 @@ def received_in_seal(manifest: Manifest, ranks: int) -> int:
         lay_out(path / row_file(1, ranks), {})
         # Not rank 0, which writes the manifest.
         disk = Disk.shared(1, ranks)
-        seal(Path(folder), manifest, folder="zero", within="", disk=disk, exchange=exchange)
+        seal(Path(folder), manifest, folder="zero", within="", disk=disk, merge=merge)
     return received
 
 

@@ -47,7 +47,7 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
 from hf_zero.checkpoint.structure import may_be_edited
 from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
-from hf_zero.comm.all_or_none import exchange_between_ranks
+from hf_zero.comm.all_or_none import Merged, exchange_between_ranks
 from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.trainer_saves import CheckpointSaver
 
@@ -56,6 +56,11 @@ pytestmark = pytest.mark.timeout(180)
 SAVING = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2}
 KILLS = 3
 SLOW_KILLS = 25
+
+
+def itself(value: Merged) -> Merged:
+    """Merges the values of one rank."""
+    return value
 
 
 def alone(value: object) -> list:
@@ -561,7 +566,7 @@ def test_what_a_killed_run_left_is_no_obstacle_to_replacing_a_checkpoint(tmp_pat
     for folder in (final, left):
         folder.mkdir()
         (folder / "former").touch()
-    commit(begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone), final, disk=Disk.shared(), exchange=alone)
+    commit(begin(final, needed_bytes=0, disk=Disk.shared(), merge=itself), final, disk=Disk.shared(), merge=itself)
     assert list(tmp_path.iterdir()) == [final] and list(final.iterdir()) == []
 
 
@@ -577,7 +582,7 @@ def test_a_link_in_the_place_of_a_checkpoint_goes_and_what_it_leads_to_stays(tmp
     committing.discard(run / "checkpoint-1")
     clear_leftovers(run)
     final = run / "checkpoint-3"
-    commit(begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone), final, disk=Disk.shared(), exchange=alone)
+    commit(begin(final, needed_bytes=0, disk=Disk.shared(), merge=itself), final, disk=Disk.shared(), merge=itself)
     assert list(run.iterdir()) == [final] and not final.is_symlink()
     assert all((tmp_path / "moved" / name / "kept").is_file() for name in names)
 
@@ -586,7 +591,7 @@ def test_a_replacement_that_is_refused_leaves_the_former_in_its_place(tmp_path, 
     final = tmp_path / "checkpoint-4"
     final.mkdir()
     (final / "former").touch()
-    temporary = begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone)
+    temporary = begin(final, needed_bytes=0, disk=Disk.shared(), merge=itself)
     rename = Path.rename
     monkeypatch.setattr(
         Path,
@@ -594,7 +599,7 @@ def test_a_replacement_that_is_refused_leaves_the_former_in_its_place(tmp_path, 
         lambda path, target: raising(OSError("refused"))() if path == temporary else rename(path, target),
     )
     with pytest.raises(CheckpointError, match=r"rank 0 could not commit .*refused"):
-        commit(temporary, final, disk=Disk.shared(), exchange=alone)
+        commit(temporary, final, disk=Disk.shared(), merge=itself)
     assert (final / "former").is_file()
 
 
@@ -951,9 +956,12 @@ def test_a_file_with_a_checkpoints_name_is_moved_aside_and_kept(tmp_path):
     assert aside.read_text() == (tmp_path / "checkpoint-3").read_text() == "mine"
 
 
+REFUSED = ("OSError: [Errno 24] Too many open files",)
+
+
 def refused_elsewhere(value: tuple) -> list:
     """Rank 0's exchange with a rank 1 that has failed."""
-    return [value, (("OSError: [Errno 24] Too many open files",), None)]
+    return [value, (REFUSED, None)]
 
 
 @pytest.mark.parametrize("asks", [find_disk, begin])
@@ -962,7 +970,12 @@ def test_nothing_is_left_where_another_rank_cannot_write(asks, tmp_path):
         if asks is find_disk:
             find_disk(tmp_path, 0, refused_elsewhere, then="")
         else:
-            begin(tmp_path / "checkpoint-2", needed_bytes=0, disk=Disk.shared(0, 2), exchange=refused_elsewhere)
+            begin(
+                tmp_path / "checkpoint-2",
+                needed_bytes=0,
+                disk=Disk.shared(0, 2),
+                merge=lambda value: replace(value, told={1: REFUSED}),
+            )
     assert not list(tmp_path.iterdir())
 
 

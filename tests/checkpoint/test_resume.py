@@ -329,8 +329,8 @@ def killed_between_the_renames(final: Path) -> None:
         Path.rename = lambda path, to: (
             os.kill(os.getpid(), signal.SIGKILL) if path.name.startswith(".tmp-") else rename(path, to)
         )
-        temporary = begin(final, needed_bytes=0, disk=Disk.shared(), exchange=lambda value: [value])
-        commit(temporary, final, disk=Disk.shared(), exchange=lambda value: [value])
+        temporary = begin(final, needed_bytes=0, disk=Disk.shared(), merge=lambda value: value)
+        commit(temporary, final, disk=Disk.shared(), merge=lambda value: value)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL and not final.exists()
 

@@ -32,6 +32,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
 from hf_zero.arithmetic.sums import sum_in_rank_order, sum_of_squares
+from hf_zero.checkpoint.faults import CheckpointError
+from hf_zero.checkpoint.on_all_ranks import done_on_all_ranks
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
 from hf_zero.comm.collective import CollectiveTransport
@@ -530,6 +532,25 @@ def test_a_merge_covers_all_ranks(size):
     assert found == [Heard(range(size))] * size
 
 
+@pytest.mark.parametrize(("size", "failed"), [(3, []), (2, [1]), (9, [4, 7]), (28, [27])])
+def test_a_failure_is_the_error_of_every_rank_if_outcomes_are_merged(size, failed):
+    def work(rank: int) -> int:
+        if rank in failed:
+            raise OSError(f"disk {rank}")
+        return rank
+
+    def does(control: Control, rank: int) -> object:
+        merge = partial(control.merge, purpose="a step")
+        try:
+            return done_on_all_ranks(merge, rank, partial(work, rank), doing="write", then="Nothing was written.")
+        except CheckpointError as error:
+            return str(error)
+
+    found, _ = controls_of(size, does)
+    errors = [f"hf_zero: rank {rank} could not write: OSError: disk {rank}. Nothing was written." for rank in failed]
+    assert found == ([errors[0]] * size if failed else list(range(size)))
+
+
 @pytest.mark.parametrize(("size", "odd"), [(3, 1), (8, 0), (8, 5), (11, 10)])
 def test_a_rank_of_many_that_comes_to_a_different_call_is_named_on_all(size, odd):
     def call(control: Control, rank: int) -> None:
@@ -710,13 +731,13 @@ def test_an_exchange_through_a_store_that_falls_silent_ends_when_it_is_told_to_h
     exchange, errors = StoreExchange(SimpleNamespace(rank=1, world_size=2), "one", b"s", 600.0), []
     if (quiet := exchange._thread._kept)._silent == "get":
         # The other rank's value is there.
-        quiet.set("hf_zero/store_exchange/one/1/0", b"")
+        quiet.set("hf_zero/store_exchange/one/1/0/0", b"")
 
     def takes_part() -> None:
         with pytest.raises(
             CommunicationError, match=r"store, rank 0's or the launcher's, has not answered for 0 s"
         ) as error:
-            exchange.exchange("mine")
+            exchange.merge(Heard([1]))
         errors.append(error)
 
     thread = threading.Thread(target=takes_part)
@@ -766,6 +787,60 @@ def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too(rank, 
             link.exchange(1)
 
 
+class CountingStore(QuietStore):
+    """Counts the values that were read and written."""
+
+    def __init__(self):
+        super().__init__("", threading.Event())
+        self.calls: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.calls.append("get")
+        return super().get(key)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.calls.append("set")
+        super().set(key, value)
+
+
+def merged_through_a_store(size: int, timeout_s: float, absent: int | None = None) -> tuple[list, CountingStore]:
+    """Returns what each rank has after two merges, or its error."""
+    store = CountingStore()
+    with mock.patch("hf_zero.presence.store._get_default_store", lambda: store):
+        exchanges = [
+            StoreExchange(SimpleNamespace(rank=r, world_size=size), "one", b"s", timeout_s) for r in range(size)
+        ]
+
+    def merge(rank: int) -> object:
+        if rank == absent:
+            return None
+        try:
+            return [exchanges[rank].merge(Heard([rank])) for _ in range(2)]
+        except CommunicationError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(merge, range(size))), store
+
+
+@pytest.mark.parametrize("size", [2, 9, 20])
+def test_a_merge_through_the_store_covers_all_ranks_and_reads_few_values(size):
+    found, store = merged_through_a_store(size, 60.0)
+    assert found == [[Heard(range(size))] * 2] * size
+    messages = sum(map(len, rounds(size)))
+    assert store.calls.count("get") == 2 * size * messages
+    assert store.calls.count("set") == 2 * size * len(rounds(size))
+    # The values of the last merge may still be read.
+    assert len(store._values) == size * len(rounds(size))
+
+
+def test_all_ranks_name_the_rank_that_does_not_come_to_a_merge_through_the_store():
+    found, _ = merged_through_a_store(9, 1.0, absent=5)
+    assert all(
+        "rank 5 did not come to finish a checkpoint" in str(each) for rank, each in enumerate(found) if rank != 5
+    )
+
+
 class Planted:
     """Unpickled, it leaves a file behind."""
 
@@ -779,19 +854,19 @@ class Planted:
 def strangers_value(rank: int, world_size: int, path: str) -> None:
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     exchange = StoreExchange(groups, "one", b"s" * 32, 30.0)
-    assert exchange.exchange(f"rank {rank}") == ["rank 0", "rank 1"]
+    assert exchange.merge(Heard([rank])) == Heard([0, 1])
     dist.barrier()
     if rank == 1:
         store = dist.PrefixStore("hf_zero/store_exchange/one", _get_default_store())
-        written = store.get("1/1")
+        written = store.get("1/0/1")
         # A stranger's own value, and a rank's at another exchange.
-        store.set("2/1", pickle.dumps(Planted(path)))
-        store.set("3/1", written)
+        store.set("2/0/1", pickle.dumps(Planted(path)))
+        store.set("3/0/1", written)
     dist.barrier()
     if rank == 0:
         for _ in range(2):
             with pytest.raises(CommunicationError, match="from rank 1 was not written by that rank"):
-                exchange.exchange("rank 0")
+                exchange.merge(Heard([0]))
     dist.barrier()
 
 
