@@ -457,7 +457,7 @@ def test_a_second_engine_for_a_model_is_refused_until_the_first_is_closed():
     ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_a_module_of_torch_jit_is_refused_by_name():
     model = chain()
     model[1] = torch.jit.script(model[1])
