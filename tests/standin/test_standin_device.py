@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -642,3 +643,21 @@ def test_ranks_run_layers_in_orders_of_their_own_and_none_gets_the_values_of_ano
         monkeypatch.setattr(AgreedOrder, "reach", lambda self, number, wanted=True: None)
         with pytest.raises(CommunicationError, match="have gathered parameters in different orders"):
             model(batch, (rank, 1 - rank)).backward()
+
+
+@on_ranks(1)
+def test_freed_memory_is_given_out_again_only_while_the_stand_in_keeps_it(rank, world_size, library):
+    compiled = standin_device.register(library)
+    empty = partial(torch.empty, device=own_device())
+    before = compiled.held()
+    with standin_device.keeping_freed(compiled):
+        blocks = [empty(100), empty(100)]
+        addresses, held = sorted(block.data_ptr() for block in blocks), compiled.held()
+        blocks.clear()
+        # The lowest address first, for any size that fits; another size is new memory.
+        blocks += [empty(200), empty(50)]
+        assert [block.data_ptr() for block in blocks] == addresses and compiled.held() == held
+        blocks.append(empty(100_000))
+        assert compiled.held() > held
+        blocks.clear()
+    assert compiled.held() == before
