@@ -126,9 +126,11 @@ def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             state = _state_of(parameter)
-            inner = getattr(state, "state2", None)
-            found = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]
-            for holder, name in [*found, (parameter, "SCB"), (module.__dict__.get("state"), "SCB")]:
+            found = [(parameter, "SCB"), (module.__dict__.get("state"), "SCB")]
+            if state is not None:
+                holders = state, getattr(state, "state2", None)
+                found += [(holder, name) for holder in holders for name in (_SCALES, "code", "offset")]
+            for holder, name in found:
                 held = None if holder is None else holder.__dict__.get(name)
                 if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
                     yield holder, name, held

@@ -67,8 +67,10 @@ def rank_allocations(model: nn.Module, trained: Sequence[nn.Parameter]) -> list[
     held = set(trained)
     found = []
     for module in model.modules():
+        if not hasattr(type(module), _NAME):
+            continue
         own = [parameter for parameter in module.parameters() if parameter in held]
-        if own and hasattr(type(module), _NAME):
+        if own:
             found.append(RankAllocation(module, own))
     return found
 

@@ -17,12 +17,13 @@ from ..comm.groups import keeps_launch_order
 from ..config import ZeroConfig
 from ..device import available_host_bytes, in_units, ranks_on_this_host
 from ..engine.engine import ZeroEngine
-from ..engine.report_tables import IN_FILES, render
+from ..engine.report_tables import IN_FILES, TrafficReport, render
 from ..engine.room import anchor_numel
 from ..extras import extra, is_installed
 from ..forecast.fit import FORECAST_ERROR
 from ..forecast.peak import AtStart, Forecast
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
+from ..optimizer.bucket_state import KernelReport
 from ..optimizer.own_step import is_of_torch
 from ..optimizer.trial import UpdateScope
 from ..optimizer.trial_step import unsaved_state
@@ -98,6 +99,7 @@ def announce(
         return
     # From here on only rank 0 runs, so a collective call below would never return.
     plan, ddp, config = state_plan(engine, accumulates=accumulates), ddp_state(engine), engine.config
+    report = engine.memory_report()
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
@@ -109,8 +111,8 @@ def announce(
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
         *_unit_rows(engine),
-        *_offload_rows(engine),
-        *_kernel_rows(engine),
+        *_offload_rows(engine, report.traffic),
+        *_kernel_rows(report.kernels),
         *_optimizer_rows(engine),
         # Details that are rarely a reason to change a setting.
         ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
@@ -121,7 +123,7 @@ def announce(
             f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
         ),
     ]
-    state = [*_state_rows(engine, plan, ddp), *_peak_rows(at_start)]
+    state = [*_state_rows(engine, plan, ddp, report.traffic), *_peak_rows(at_start)]
     tables = [
         render("hf_zero plan", ("what", "for each rank"), rows),
         render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
@@ -169,11 +171,14 @@ def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> 
     return sum(tensor.nbytes for tensor in (*frozen, *engine.module.buffers())) + bytes_beside(engine.module)
 
 
-def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
+def _state_rows(
+    engine: ZeroEngine, plan: StatePlan, ddp: DdpState, traffic: TrafficReport | None
+) -> list[tuple[str, str, str]]:
     """Lists the bytes of each kind of state, here and under DDP."""
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
     in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
     passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
+    in_files = "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
     told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
     ours = {
         "masters": plan.masters,
@@ -192,7 +197,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
             told_later if ddp.optimizer is None else in_units(ddp.optimizer),
         ),
         *only_ours,
-        ("all that lasts", f"{known}{in_units(plan.total)}{_not_in_memory(engine)}", f"{known}{in_units(ddp.total)}"),
+        ("all that lasts", f"{known}{in_units(plan.total)}{in_files}", f"{known}{in_units(ddp.total)}"),
     ]
 
 
@@ -281,17 +286,16 @@ def _clock_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     return [("checkpoints", "; ".join(said))] if said else []
 
 
-def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    kernels = engine.memory_report().kernels
+def _kernel_rows(kernels: KernelReport | None) -> list[tuple[str, str]]:
     if kernels is None or not kernels.all_buckets:
         return []
     why = f"; not all: {'; '.join(kernels.hindrances)}" if kernels.hindrances else ""
     return [("kernels", f"step {kernels.buckets} of {kernels.all_buckets} buckets{why}")]
 
 
-def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+def _offload_rows(engine: ZeroEngine, traffic: TrafficReport | None) -> list[tuple[str, str]]:
     """Lists the state outside of the training device."""
-    offload, traffic = engine.config.offload, engine.memory_report().traffic
+    offload = engine.config.offload
     rows: list[tuple[str, str]] = []
     in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {traffic.folder}" if traffic else ""
     if offload.moves_params:
@@ -355,11 +359,6 @@ def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
     )
     return [("outer steps", f"{travels}; {in_units(held)} beside the masters")]
-
-
-def _not_in_memory(engine: ZeroEngine) -> str:
-    traffic = engine.memory_report().traffic
-    return "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ DDP's cap) is scaled in the same way. So a step has as many buckets and paramete
 Triton's launches do nothing, and memory comes from torch's allocator. The losses of steps by kernels mean nothing.
 
 One and two ranks train with gloo, more with torch's fake group, which sends nothing. DDP's reducer takes no futures of the fake
-group, so there it gets a gloo group of one rank.
+group, so there it gets a gloo group of one rank. The fake group copies a tensor once for each rank; CPU time counts one copy.
 
 Bytecodes follow CPU time; calls do not, because one call may loop over all parameters. Counts are the same on a busy machine.
 CPU time is that of the thread that runs Python. All engines take turns in one process, and a ratio is the median over rounds
@@ -26,8 +26,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import median
@@ -200,15 +200,45 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     for module in (hf_zero.buckets.gathered_memory, hf_zero.buckets.memory):
         module.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
     batches = [SHAPES[case.model].workload.make_batch(rank, step) for step in range(BATCHES)]
+    times: dict[str, list[list[int]]] = {name: [] for name in engines}
+    with _copied_once() if rounds and dist.is_initialized() and dist.get_backend() == "fake" else nullcontext():
+        loops = _warm_loops(case, engines if rounds else (), batches)
+        for _, (name, loop), batch in product(range(rounds), loops.items(), batches[: STEPS * 2]):
+            ends = loop.step(batch)
+            times[name].append([end - start for start, end in pairwise(ends)])
+    loops = _warm_loops(case, engines, batches)
+    return {name: _count(loop, batches, launches, times[name]) for name, loop in loops.items()}
+
+
+def _warm_loops(case: Case, engines: Sequence[str], batches: list[Batch]) -> dict[str, Loop]:
     loops = {name: _loop(name, case) for name in engines}
     for loop in loops.values():
         for batch in batches[:WARMUP_STEPS]:
             loop.step(batch)
-    times: dict[str, list[list[int]]] = {name: [] for name in engines}
-    for _, (name, loop), batch in product(range(rounds), loops.items(), batches[: STEPS * 2]):
-        ends = loop.step(batch)
-        times[name].append([end - start for start, end in pairwise(ends)])
-    return {name: _count(loop, batches, launches, times[name]) for name, loop in loops.items()}
+    return loops
+
+
+@contextmanager
+def _copied_once() -> Iterator[None]:
+    """Has torch's fake group copy once in each gather and reduce-scatter, for loops built inside the context.
+
+    The fake group copies a tensor once for each rank on the thread that is measured. No real group does this.
+    """
+    alone: Any = dist.new_group([0])
+
+    def replaced(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(_group: Any, out: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
+            numel = min(out.numel(), source.numel())
+            return stock(alone, out.narrow(0, 0, numel), source.narrow(0, 0, numel), *options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"):
+            # The last two are new in torch 2.13.
+            if (stock := getattr(dist.ProcessGroup, name, None)) is not None:
+                stack.enter_context(patch.object(dist.ProcessGroup, name, replaced(stock)))
+        yield
 
 
 def _count(loop: Loop, batches: list[Batch], launches: list[None], times: list[list[int]]) -> Counts:

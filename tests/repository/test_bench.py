@@ -1,5 +1,6 @@
 """The benchmark harness itself: does it count the right bytes, start and stop ranks, and run from end to end?"""
 
+import contextlib
 import json
 import os
 import socket
@@ -32,6 +33,8 @@ from compare import summarise_ranks
 from engines import USUAL_ENGINES, WORKLOADS
 from harness import BENCH_FOLDER, tcp_bytes
 from launching import run_forked
+
+from hf_zero.comm.collective import all_gather_flat, reduce_scatter_flat
 
 TIME_LIMIT_S = 60
 
@@ -447,6 +450,26 @@ def test_bytecodes_are_counted_by_function_and_exactly():
 
     ten, twenty, again = (host_calls._bytecodes(lambda n=n: loop(n))[loop.__code__] for n in (10, 20, 20))
     assert again == twenty and twenty - ten == 10 * ((twenty - ten) // 10) >= 20
+
+
+def copies_of_the_fake_group() -> list[int]:
+    """Counts the copies in a gather and a reduce-scatter of 64 ranks: inside of `_copied_once`, then outside."""
+    dist.init_process_group("fake", rank=0, world_size=64, store=dist.HashStore())
+    group, whole, own, counts = dist.group.WORLD, torch.zeros(640), torch.zeros(10), []
+    for context in (host_calls._copied_once(), contextlib.nullcontext()):
+        with context:
+            for collective, tensors in ((all_gather_flat, (whole, own)), (reduce_scatter_flat, (own, whole))):
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    collective(*tensors, group, async_op=True).wait()
+                counts.append(sum(each.name == "aten::copy_" for each in profile.events()))
+    return counts
+
+
+def test_times_of_the_host_do_not_grow_with_the_ranks_of_the_fake_group():
+    gather, scatter, *outside = ranks.run_alone(
+        copies_of_the_fake_group, time_limit_s=TIME_LIMIT_S, keyword_arguments={}
+    )
+    assert gather <= 1 and scatter <= 1 and max(outside) == 64
 
 
 def test_another_release_of_torch_is_named_as_a_possible_cause():
