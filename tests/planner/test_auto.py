@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from unittest.mock import patch
@@ -268,6 +269,24 @@ def test_a_faster_link_is_never_slower_and_waits_less():
     ]
     assert [t.step_s for t in times] == sorted((t.step_s for t in times), reverse=True)
     assert times[0].exposed_s > 0 and times[-1].exposed_s < times[0].exposed_s / 100
+
+
+def test_state_is_fetched_during_backward_as_far_as_backward_frees_memory():
+    machine = Machine(ranks_a_node=1, flops=1e12, host_bytes_a_second=1e9)
+    visits = replace(WORK, visiting_bytes=10**9, window_bytes=10**8)
+    found = [
+        simulate(
+            pieces(20, 10**8),
+            ZeroConfig(stage=2),
+            machine,
+            replace(visits, freed_bytes=freed),
+            ranks=1,
+            nodes=1,
+        ).step_s
+        for freed in (2 * 10**9, 4 * 10**8, 0)
+    ]
+    # One second of forward and two of backward, and the bytes without memory at the rate of the link.
+    assert found == pytest.approx([3, 3.6, 4])
 
 
 def test_units_that_stay_whole_are_gathered_once():
