@@ -163,7 +163,7 @@ def main() -> int:
     folder, *names = sys.argv[1:]
     print("| script | result | its words |\n|---|---|---|", flush=True)
     faults = 0
-    for outcome in outcomes(Path(folder), [Path(name).stem for name in names]):
+    for outcome in outcomes(Path(folder).resolve(), [Path(name).stem for name in names]):
         faults += outcome.verdict == "fault"
         words = outcome.words.replace("|", "\\|")[:140]
         print(f"| {outcome.script} | {outcome.verdict} | {words} |", flush=True)
