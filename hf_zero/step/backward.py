@@ -1,20 +1,19 @@
 """One backward pass: gradients fill buckets, full buckets are reduced, and the end of the pass reduces the remaining ones."""
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded_gradient import GradientState, ShardedGradient
+from ..buckets.sharded_gradient import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.guards import look_only
@@ -22,9 +21,10 @@ from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import differentiable_tensors, is_in_backward, set_all
 from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
-from ..presence.arrivals import in_words
 from .common_starts import CommonStarts
+from .failed_pass import FailedPass
 from .gradient_store import GradientStore
+from .learned_buckets import Filling, Hook
 from .step_context import StepContext
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
@@ -33,126 +33,11 @@ _GRAD, _ARRIVED, _PARAMETER = attrgetter("grad"), attrgetter("arrived"), attrget
 _IS_WHOLE = attrgetter("is_whole")
 _LOST = 255
 """Sent instead of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
-_FIRST_PASSES, _MOST_PASSES = 2, 64
-"""Passes that must fill a bucket in the same order before one hook handles it: at first, and at most."""
 
 
 def no_signal() -> int:
     """Returns 0: no signal asks this rank to stop, because nobody listens for signals."""
     return 0
-
-
-# [Note: learned buckets]
-# A Python hook on each parameter costs the host more time than the reduction itself. Most models fill their buckets in the same
-# order in each pass. So if the same parameter completes a bucket in two passes, the bucket is *learned*: from then on, only the
-# hook on that parameter runs Python, and handles the gradients of the whole bucket. The other hooks are `list.append`, in C.
-#
-# The list records which gradients have arrived, and in which order, so a wrong guess loses nothing. The last hook cannot handle
-# the bucket as a whole if gradients are still missing, if one is undefined or was added to an earlier one, or if the pass only
-# accumulates. Then the gradients in the list are handled one by one, as separate hooks would have done: at once, before the
-# bucket starts, or at the end of the pass. After that, each parameter of the bucket has a Python hook again, each time for
-# twice as many passes.
-
-
-class _Filling:
-    """How much of a bucket is filled in the running pass, and which hooks watch its gradients. See [Note: learned buckets].
-
-    Attributes:
-        place: index of the bucket.
-        awaited: number of slots without a gradient.
-        arrived: in a learned bucket, the parameters whose gradients have arrived but are not handled yet, in their order.
-        last: in a learned bucket, the slot whose hook handles all gradients; else None.
-        is_whole: all gradients of this pass were handled together.
-        completed_by: the slot that completed the bucket in this pass; only meaningful if all gradients were plain tensors.
-        bytes_to_come: when the bucket was completed, the bytes of all buckets without any gradient yet.
-    """
-
-    __slots__ = (
-        *(
-            "_completed_before",
-            "_hook_dicts",
-            "_hook_ids",
-            "_in_a_row",
-            "_wanted",
-            "arrived",
-            "awaited",
-            "bucket",
-            "bytes_to_come",
-            "completed_by",
-        ),
-        *("first", "is_plain", "is_whole", "last", "place", "slot_of"),
-    )
-
-    def __init__(self, bucket: Bucket, place: int, first: int):
-        self.bucket = bucket
-        self.place = place
-        self.first = first
-        self.awaited = 0
-        self.arrived: list[torch.Tensor] = []
-        self.slot_of = {slot.parameter: slot for slot in bucket.slots}
-        self.last: ParameterSlot | None = None
-        self.is_whole = False
-        self.is_plain = True
-        self.completed_by: ParameterSlot | None = None
-        self.bytes_to_come = 0
-        self._completed_before: ParameterSlot | None = None
-        self._in_a_row, self._wanted = 0, _FIRST_PASSES
-        self._hook_dicts: list[MutableMapping[int, Any]] = []
-        self._hook_ids: list[int] = []
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether gradients have arrived in this pass."""
-        return self.awaited < len(self.bucket.slots) or bool(self.arrived)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Returns the bytes of the bucket's whole gradient in the reduce dtype."""
-        bucket = self.bucket
-        return bucket.layout.numel * bucket.precision.reduce.itemsize
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no parameter has a hook of the script, which would find different values in `p.grad` than in earlier passes."""
-        return {1}.issuperset(map(len, self._hook_dicts))
-
-    def install(self, gradients: "Gradients") -> list[RemovableHandle]:
-        """Registers a hook on every parameter; returns the removable handles."""
-        handles = [
-            slot.parameter.register_post_accumulate_grad_hook(_hook_of(gradients, self.first + slot.number))
-            for slot in self.bucket.slots
-        ]
-        self._hook_dicts, self._hook_ids = [each.hooks_dict_ref() for each in handles], [each.id for each in handles]
-        return handles
-
-    def learn(self, gradients: "Gradients") -> None:
-        """Keeps one Python hook, on the parameter of `last`; the other hooks become `list.append`."""
-        hooks: list[Any] = [self.arrived.append] * len(self.bucket.slots)
-        hooks[cast(ParameterSlot, self.last).number] = _last_hook_of(gradients, self.place)
-        self._replace_hooks(hooks)
-
-    def watch_again(self, gradients: "Gradients") -> None:
-        """Makes the hooks of all parameters Python hooks again."""
-        self.last = None
-        self._replace_hooks([_hook_of(gradients, self.first + slot.number) for slot in self.bucket.slots])
-
-    def _replace_hooks(self, new: Sequence[Any]) -> None:
-        # Replaced in torch's own dict: torch refuses to register a hook on a parameter that is frozen now.
-        for hooks, number, hook in zip(self._hook_dicts, self._hook_ids, new):
-            # A removed handle has deleted its entry.
-            if number in hooks:
-                hooks[number] = hook
-
-    def is_learned_now(self) -> bool:
-        """Whether the bucket is learned. Called after each reducing pass in which all of its parameters had Python hooks."""
-        by = self.completed_by if self.is_plain else None
-        self._in_a_row = self._in_a_row + 1 if by is not None and by is self._completed_before else int(by is not None)
-        self._completed_before = by
-        if self._in_a_row < self._wanted or not self.is_alone:
-            return False
-        self._wanted, self._in_a_row = min(2 * self._wanted, _MOST_PASSES), 0
-        self.last = by
-        return True
 
 
 class Gradients:
@@ -196,10 +81,10 @@ class Gradients:
         self._buckets = list(buckets)
         # In order of the trained buckets. The layout's indices also count buckets of frozen parameters.
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._fillings: list[_Filling] = []
+        self._fillings: list[Filling] = []
         for bucket in self._buckets:
             first = self._fillings[-1].first + len(self._fillings[-1].bucket.slots) if self._fillings else 0
-            self._fillings.append(_Filling(bucket, len(self._fillings), first))
+            self._fillings.append(Filling(bucket, len(self._fillings), first))
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
         self._counts = [len(bucket.slots) for bucket in self._buckets]
         self.store = store
@@ -230,20 +115,17 @@ class Gradients:
         self._end_is_queued = False
         # The callback in autograd's queue. Autograd drops the callback without a call if an exception ends the backward.
         self._end: weakref.ref[Any] | None = None
-        # Why no step may follow a failed pass. `_owed` is None if the other ranks do not wait for this rank's part of the pass;
-        # otherwise whether gradients had arrived before the failure.
-        self._failure: RuntimeError | None = None
-        self._owed: bool | None = None
-        # For a failed pass: whether another backward was to add to its gradients, and the marks of the gradients it has left.
-        self._went_on = False
-        self._left: list[tuple] = []
+        self._failed = FailedPass(self._slots)
         # An output's hook has noticed this pass before any parameter's hook, so the end does not depend on parameters' hooks.
         self._is_announced = False
         self._begin_pass()
 
     def install(self) -> list[RemovableHandle]:
         """Registers a hook on every parameter; returns the removable handles."""
-        return [handle for filling in self._fillings for handle in filling.install(self)]
+        return [handle for filling in self._fillings for handle in filling.install(self._hooks_of(filling))]
+
+    def _hooks_of(self, filling: Filling) -> list[Hook]:
+        return [_hook_of(self, filling.first + slot.number) for slot in filling.bucket.slots]
 
     def _learn(self) -> None:
         """After a reducing pass, switches buckets between one Python hook and a Python hook per parameter."""
@@ -253,9 +135,9 @@ class Gradients:
             if filling.last is None:
                 takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, filling.bytes_to_come)
                 if takes_whole and filling.is_learned_now():
-                    filling.learn(self)
+                    filling.learn(_last_hook_of(self, filling.place))
             elif not filling.is_whole:
-                filling.watch_again(self)
+                filling.watch_again(self._hooks_of(filling))
 
     def watch(self, outputs: object) -> None:
         """Hooks every differentiable tensor of the root module's outputs: the end of their backward ends the pass."""
@@ -269,12 +151,12 @@ class Gradients:
             # Only parameters' hooks can notice a backward that does not pass through an output.
             for filling in self._fillings:
                 if filling.last is not None:
-                    filling.watch_again(self)
+                    filling.watch_again(self._hooks_of(filling))
 
     def _queue_end(self, gradient: torch.Tensor | None = None) -> None:
         """Queues the end of the running pass, once per pass. Called inside a backward; an output's hook passes its gradient."""
         if not self._end_is_queued:
-            if self._failure is not None:
+            if self._failed.error is not None:
                 self._end_failed_pass()
             self._end_is_queued = True
             self._is_announced = gradient is not None
@@ -302,21 +184,6 @@ class Gradients:
                 "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
             )
 
-    # [Note: a backward that an exception ends]
-    # A script may catch the exception and continue. Plain PyTorch then keeps the gradients accumulated so far in `p.grad`.
-    # Autograd drops the callback that would have ended the pass, and this calls `_lose_pass` before the script continues.
-    #
-    # One rank reduces the gradients that have arrived at once. If memory is short, the next forward raises unless the script has
-    # zeroed its gradients. Passes that only accumulate have everything in `p.grad` anyway.
-    #
-    # Several ranks raise, as under DDP, because a failed rank has sent some gradients and lacks others. At its next forward,
-    # backward or step, the failed rank first joins the reductions that the other ranks wait for. Then all ranks raise.
-    #
-    # All ranks continue if all have failed before the first gradient, or if the pass was in `no_sync`. In `no_sync` DDP sends
-    # nothing, and adds the gradients of the failed backward to those of the other micro-batches. But if the script has changed
-    # this rank's gradients since then, for example by zero_grad, all ranks raise, because the sum over the ranks already
-    # contains the gradients from before the change.
-
     def recover(self) -> None:
         """Ends an unfinished pass, so that gradients can be read or a forward can begin.
 
@@ -325,33 +192,20 @@ class Gradients:
         Raises:
             RuntimeError: on all ranks, if a backward has failed on one of several ranks; raised again by each later call.
         """
-        if self._failure is not None:
+        if self._failed.error is not None:
             self._end_failed_pass()
         self.complete()
 
-    def _marks_of_gradients(self) -> list[tuple]:
-        """Returns a list that changes if the script replaces, zeroes or edits a gradient."""
-        with look_only():
-            gradients = list(map(_GRAD, map(_PARAMETER, self._slots)))
-            return [
-                (id(g), g.state if isinstance(g, ShardedGradient) else getattr(g, "_version", 0)) for g in gradients
-            ]
-
     def _show_lost(self) -> None:
-        """Sets stand-ins as `p.grad` of handled gradients, for `_are_zeroed` to detect the script's zero_grad."""
+        """Sets stand-ins as `p.grad` of handled gradients, for `FailedPass.is_zeroed` to detect the script's zero_grad."""
         for filling in self._fillings:
             for slot in filling.bucket.slots:
                 if slot.parameter.grad is None and (slot.used or filling.is_whole):
                     slot.parameter.grad = ShardedGradient(slot.name, slot.parameter)
 
-    def _are_zeroed(self) -> bool:
-        """Whether the script has zeroed all gradients."""
-        with look_only():
-            return all(map(_is_zeroed, map(_GRAD, map(_PARAMETER, self._slots))))
-
     def discard(self) -> None:
         """Forgets a failed pass on all ranks, with the gradients of all passes since the last step."""
-        self._failure, self._owed = None, None
+        self._failed.forget()
         self.complete()
         self.store.finish_all()
         # After the wait, because a running reduction still reads its buffer.
@@ -367,8 +221,8 @@ class Gradients:
                 self._held.update(filling.slot_of[cast(nn.Parameter, parameter)] for parameter in filling.arrived)
             self._begin_pass()
         elif self._world_size > 1:
-            self._failure, self._owed = _refusal(), any(filling.has_begun for filling in self._fillings)
-            self._went_on, self._left = self.store.goes_on, self._marks_of_gradients()
+            had_gradients = any(filling.has_begun for filling in self._fillings)
+            self._failed.note(had_gradients=had_gradients, goes_on=self.store.goes_on)
         else:
             # Also reduce the gradients accumulated by `no_sync` micro-batches.
             self._touched |= bool(self._held)
@@ -377,21 +231,21 @@ class Gradients:
                     self._end_pass(lost=True)
             except Exception as error:
                 # Python prints and drops an exception raised in a weakref callback, so the next forward or step raises the error.
-                self._failure = _refusal(error)
+                self._failed.refuse(error)
                 self._show_lost()
 
     @hidden_from_modes
     def _end_failed_pass(self) -> None:
         """Joins the collectives in which the other ranks wait, then raises the error of the failed pass."""
-        if self._world_size == 1 and self._are_zeroed():
+        if self._world_size == 1 and self._failed.is_zeroed:
             self.discard()
             return
-        if self._owed is not None:
-            lost, self._owed = self._owed, None
+        if self._failed.owed is not None:
+            lost, self._failed.owed = self._failed.owed, None
             # The failed pass was reducing, but the script may have entered `no_sync` since.
             reducing, self.reducing = self.reducing, True
             # If the script has zeroed or edited gradients since, the edit cannot reach the other ranks' part of the sum.
-            self.store.went_on = self._went_on and self._left == self._marks_of_gradients()
+            self.store.went_on = self._failed.goes_on
             # Even if no gradient has arrived on this rank, because the other ranks may reduce.
             self._touch()
             self._step.end_gathers()
@@ -402,8 +256,7 @@ class Gradients:
                 self._step.end_backward()
             self.reducing = reducing
             self.store.went_on = None
-        if self._failure is not None:
-            raise RuntimeError(*self._failure.args)
+        self._failed.raise_error()
 
     def take_part_in_the_rest(self) -> None:
         """Finishes the pass on a rank whose forward or backward has failed, because the other ranks wait for its gradients.
@@ -411,7 +264,7 @@ class Gradients:
         Sends zeros for missing gradients. Collective with the other ranks' backward.
         """
         self._end_is_queued, self._end = False, None
-        self._failure, self._owed = None, None
+        self._failed.forget()
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
@@ -456,7 +309,7 @@ class Gradients:
             self._queue_end()
         self._take(slot, has_graph=torch.is_grad_enabled(), is_readable=slot.bucket.memory.is_readable)
 
-    def take_bucket(self, filling: _Filling) -> None:
+    def take_bucket(self, filling: Filling) -> None:
         """Handles all gradients of a learned bucket together. Called by the hook on the parameter whose gradient arrives last."""
         if dispatch_modes():
             with without_modes():
@@ -480,7 +333,7 @@ class Gradients:
                 return
         self._take_arrived(filling, has_graph=torch.is_grad_enabled(), is_readable=bucket.memory.is_readable)
 
-    def _may_take_whole(self, filling: _Filling) -> bool:
+    def _may_take_whole(self, filling: Filling) -> bool:
         count = len(filling.bucket.slots)
         return (
             self.reducing
@@ -491,7 +344,7 @@ class Gradients:
             and filling.is_alone
         )
 
-    def _take_arrived(self, filling: _Filling, *, has_graph: bool | None = None, is_readable: bool = True) -> None:
+    def _take_arrived(self, filling: Filling, *, has_graph: bool | None = None, is_readable: bool = True) -> None:
         """Handles the gradients in a learned bucket's list one by one, as Python hooks on the parameters would have."""
         if filling.is_whole and filling.arrived:
             # More gradients arrived after all were handled together, so from now on each slot needs its own notes.
@@ -691,7 +544,8 @@ class Gradients:
                 self._finish_pass(lost=lost)
         except Exception:
             # The script may catch this exception. No step may follow, because gradients are missing.
-            self._failure = self._failure or _refusal()
+            if self._failed.error is None:
+                self._failed.refuse()
             if self._world_size == 1:
                 self._show_lost()
             raise
@@ -744,7 +598,9 @@ class Gradients:
         self._learn()
         self._begin_pass()
         if self.stop_agreed == _LOST:
-            self._judge_loss(lost)
+            # `_LOST` has hidden a signal of another rank. The next pass asks for signals again.
+            self.stop_agreed = 0
+            self._failed.judge(self.transport, had_gradients=lost, goes_on=self.store.goes_on)
         elif self._world_size > 1:
             self.starts.learn(self.transport)
 
@@ -755,25 +611,6 @@ class Gradients:
         for slot in (slot for bucket in passed_over for slot in bucket.slots):
             if not slot.used and _is_unreduced(slot.parameter.grad):
                 self._take(slot, has_graph=None, is_readable=True)
-
-    def _judge_loss(self, lost: bool | None) -> None:
-        """Raises on all ranks if the backward of one has failed.
-
-        Does not raise if all have failed before the first gradient, or if all ranks are to accumulate further. Then each rank
-        keeps its gradients, as under DDP.
-
-        Args:
-            lost: as in `_finish_pass`.
-        """
-        # `_LOST` has hidden a signal of another rank. The next pass asks for signals again.
-        self.stop_agreed = 0
-        said = dist.get_rank(), lost, self.store.goes_on
-        everyone = self.transport.exchange(said, "exchange after a failed backward")
-        if all(theirs is False for _, theirs, _ in everyone) or all(goes_on for _, _, goes_on in everyone):
-            self._failure = None
-        else:
-            self._failure = _refusal(ranks=[rank for rank, theirs, _ in everyone if theirs is not None])
-            raise RuntimeError(*self._failure.args)
 
     def _start_agreement(self, stop: int) -> Callable[[], torch.Tensor]:
         """Sends this rank's used parameters, its buckets with late gradients, `stop`, and its settings."""
@@ -802,7 +639,7 @@ class Gradients:
         return [bucket for bucket, is_late in zip(self._buckets, late) if is_late] if any(late) else []
 
 
-def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]:
+def _hook_of(gradients: Gradients, index: int) -> Hook:
     """Returns a hook for the parameter of a slot, given the slot's index.
 
     The hook has no strong reference to the parameter or to the engine. Such a reference cycle would pass through torch's C++ list
@@ -818,7 +655,7 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
     return on_gradient
 
 
-def _last_hook_of(gradients: Gradients, place: int) -> Callable[[torch.Tensor], None]:
+def _last_hook_of(gradients: Gradients, place: int) -> Hook:
     """Returns a hook for the last parameter of a learned bucket; like `_hook_of`, without strong references."""
     known = weakref.ref(gradients)
 
@@ -835,19 +672,6 @@ def _clear(lists: Iterable[list]) -> None:
     any(map(list.clear, lists))
 
 
-def _refusal(why: object = None, *, ranks: Sequence[int] = ()) -> RuntimeError:
-    where = f" on {in_words(ranks)}" if ranks else ""
-    reason = (
-        "so the ranks no longer agree"
-        if why is None
-        else f"and these could not be reduced: {str(why) or type(why).__name__}"
-    )
-    return RuntimeError(
-        f"hf_zero: the last backward ended with an error{where} after some of its gradients had been taken, {reason}. End the "
-        "run and resume it from a checkpoint."
-    )
-
-
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the running backward will accumulate a gradient of the parameter."""
     if not parameter.requires_grad:
@@ -862,12 +686,6 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     except RuntimeError:
         # torch raises if `torch.autograd.grad` is to return this parameter's gradient, which is then not accumulated.
         return False
-
-
-def _is_zeroed(gradient: torch.Tensor | None) -> bool:
-    if isinstance(gradient, ShardedGradient):
-        return gradient.state is GradientState.ZEROED and gradient.pending is None
-    return gradient is None or not gradient.any()
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

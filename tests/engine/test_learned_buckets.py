@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.buckets.sharded_gradient import ShardedGradient
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
-from hf_zero.step.backward import _Filling
+from hf_zero.step.learned_buckets import Filling
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 8
@@ -129,7 +129,7 @@ class Run:
         return sum(count for kind, count in begun.items() if "gradients" in kind)
 
     @property
-    def fillings(self) -> list[_Filling]:
+    def fillings(self) -> list[Filling]:
         return self.engine._step.gradients._fillings
 
 
