@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
+from ..comm.waits import Label
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 
 _SCALES = "absmax"
 _REPACKS = "support_avx512bf16_for_cpu"

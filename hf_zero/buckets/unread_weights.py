@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..read_ahead import ask_for
 
 _MARK = "_hf_zero_loaded"

@@ -19,9 +19,10 @@ from .all_or_none import Merged
 from .collective_log import ENDED
 from .control import GatherOrder, control_of, rounds
 from .groups import Groups, RankGroup
-from .ledger import Label, Ledger, Wait
+from .ledger import Ledger
 from .profiler_ranges import hidden_from_profiler, shown
 from .transport import Handle, Transport, Value
+from .waits import Label, Wait
 
 # torch 2.13 renamed these functions.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

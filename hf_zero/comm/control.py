@@ -16,8 +16,8 @@ from ..presence.rank_state import script_line
 from .all_or_none import Merged
 from .collective_log import first_line
 from .groups import Groups
-from .ledger import Watch
 from .profiler_ranges import hidden_from_profiler
+from .waits import Watch
 
 # ---- A check of the order of gathers, which a device backend does not check ----
 #

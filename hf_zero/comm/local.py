@@ -6,8 +6,8 @@ import torch
 
 from .all_or_none import Merged
 from .groups import RankGroup
-from .ledger import Label
 from .transport import Handle, Transport, Value
+from .waits import Label
 
 
 class LocalTransport(Transport):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from ..config import ConfigError
-from .ledger import Label
 from .transport import Transport
+from .waits import Label
 
 
 class Agreement:

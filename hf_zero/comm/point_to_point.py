@@ -12,8 +12,9 @@ from ..arithmetic.sums import sum_in_rank_order
 from .collective import CollectiveTransport
 from .control import Transfers, finish_abandoned
 from .groups import Groups, RankGroup
-from .ledger import Label, Ledger
+from .ledger import Ledger
 from .transport import Handle
+from .waits import Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Distinguish our messages from the script's own sends in the same process group. The channel is added to the tag."""

@@ -13,8 +13,9 @@ from torch.autograd import profiler
 from .all_or_none import Merged
 from .collective_log import ENDED
 from .groups import Groups, RankGroup
-from .ledger import Label, Ledger, Watch
+from .ledger import Ledger
 from .profiler_ranges import shown
+from .waits import Label, Watch
 from .wire_sums import WireSums
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..arithmetic.checksums import WRAPS, checksum_of_parts
-from .ledger import Label
+from .waits import Label
 
 _MOST = 256
 """Limit for unread checksums per kind and bucket, which stay on the device. A long evaluation gathers without a comparison."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ..comm.choice import choose_transport
 from ..comm.collective import all_gather_flat
 from ..comm.groups import Groups, own_group
-from ..comm.ledger import Label
 from ..comm.model_copies import ModelCopies
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..config import CommConfig
 
 _TIMEOUT_S = 30.0

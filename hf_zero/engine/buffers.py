@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from .models import named_models_in
 
 _LABEL = Label(kind="broadcast buffers", subject="the model")

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..buckets.all_buckets import rows_with_gradient
 from ..buckets.clipped_gradient import widen
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..hooks.weak import attach, detach
 from ..optimizer.full_state import full_gradient, full_master, full_state, slot_of

@@ -11,7 +11,7 @@ from ..checkpoint.faults import CheckpointError
 from ..checkpoint.manifest import WEIGHTS, Manifest, SaveIdentity
 from ..checkpoint.on_all_ranks import on_all_ranks
 from ..checkpoint.reader import CheckpointReader
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..layout.intervals import Interval

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..checkpoint.faults import CheckpointError
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
 from .loop_stop import may_stop

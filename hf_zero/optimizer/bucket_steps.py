@@ -9,8 +9,8 @@ import torch
 
 from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, have_gradients
 from ..buckets.clipped_gradient import widen
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook
 from ..offload.files import OffloadError, StoredShard

@@ -10,7 +10,7 @@ from ..allocation import allocate
 from ..buckets.bucket import ParameterSlot
 from ..buckets.clipped_gradient import widen
 from ..buckets.rows import name_of
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from .bucket_state import is_elementwise
 from .nested_state import flat_state, nested_state
 from .storage import OptimizerStorage

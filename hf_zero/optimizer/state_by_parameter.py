@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import ParameterSlot, Row
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from .full_state import full_state
 from .storage import OptimizerStorage
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..comm.collective_log import LABEL, STARTED, CollectiveLog
-from ..comm.ledger import Wait
+from ..comm.waits import Wait
 from .arrivals import RankProcess, in_words
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 

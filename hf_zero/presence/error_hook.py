@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.ledger import Watch
+from ..comm.waits import Watch
 from ..config import ConfigError
 from .arrivals import CommunicationError
 from .rank_state import line_in, torch_call_in

@@ -5,7 +5,7 @@ import time
 import torch.distributed as dist
 
 from ..comm.groups import RankGroup
-from ..comm.ledger import Wait
+from ..comm.waits import Wait
 from .arrivals import CommunicationError
 from .store import CALL_S, Keys, StoreSilentError
 from .watchdog import Watchdog

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..comm.control import control_of
 from ..comm.groups import Groups
-from ..comm.ledger import SAVE, Wait, Watch
+from ..comm.waits import SAVE, Wait, Watch
 from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .error_hook import end_process

@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.choice import choose_transport
 from ..comm.groups import Groups
-from ..comm.ledger import Label, Ledger
+from ..comm.ledger import Ledger
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..config import CommConfig
 
 _CHANNEL = 0x8000

@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..step.common_starts import CommonStarts
 
 # [Note: layers that some ranks skip]

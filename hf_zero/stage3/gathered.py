@@ -11,9 +11,9 @@ from torch import nn
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded_parameter import show_values
 from ..comm.all_or_none import first_difference
-from ..comm.ledger import Label
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..device import free_bytes
 from ..engine.report_tables import mib
 from ..optimizer.replicas import checksums

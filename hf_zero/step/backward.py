@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded_gradient import ShardedGradient
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..hooks.guards import look_only
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import differentiable_tensors, is_in_backward, set_all

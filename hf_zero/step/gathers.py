@@ -9,8 +9,8 @@ import torch
 from ..buckets.bucket import Bucket
 from ..buckets.gathered_memory import GatheredMemory
 from ..comm.groups import RankGroup
-from ..comm.ledger import Label
 from ..comm.transport import Handle
+from ..comm.waits import Label
 
 GATHER = "all-gather parameters"
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..buckets.bucket import Bucket, Row
-from ..comm.ledger import Label
 from ..comm.model_copies import Agreement
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..config import ZeroConfig
 from ..queues import HostValue
 from .norm import Measured

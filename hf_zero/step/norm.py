@@ -10,9 +10,9 @@ import torch
 from ..arithmetic.flat import FLOAT_DTYPES, uses_kernels
 from ..arithmetic.sums import sums_of_squares
 from ..buckets.bucket import Bucket, Row
-from ..comm.ledger import Label
 from ..comm.model_copies import Agreement
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..config import ZeroConfig
 from ..extras import extra
 

@@ -9,8 +9,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket
 from ..buckets.memory import UnshardedMemory
-from ..comm.ledger import Label
 from ..comm.transport import Transport
+from ..comm.waits import Label
 from ..config import ZeroConfig
 from ..engine.parts import Parts
 from ..hooks.weak import WeakHook

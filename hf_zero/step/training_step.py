@@ -23,7 +23,7 @@ from ..buckets.all_buckets import (
 )
 from ..buckets.bucket import BUCKET_OF, Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
-from ..comm.ledger import Label
+from ..comm.waits import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units
 from ..engine.agreed_start import refuse_disagreement

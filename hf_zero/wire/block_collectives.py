@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..comm.groups import RankGroup
-from ..comm.ledger import Label
 from ..comm.transport import Handle, Transport
+from ..comm.waits import Label
 from .quantise import BlockFormat, dequantise, dequantise_sum, quantise
 
 _SCALES_CHANNEL = 0x8000

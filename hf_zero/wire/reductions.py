@@ -9,9 +9,9 @@ import torch
 from ..buckets.bucket import Bucket
 from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ..comm.groups import Groups
-from ..comm.ledger import Label
 from ..comm.steps_in_order import StepsInOrder
 from ..comm.transport import DataParallelGroup, Handle
+from ..comm.waits import Label
 from ..config import CommConfig
 from ..layout.intervals import Interval
 from ..step.reductions import Reduction

@@ -19,7 +19,8 @@ from engines import ENGINES, MAX_NORM, Classifier, adamw_arguments
 from harness import Clocks, on_ranks, print_table, read_options
 
 from hf_zero import engine_of
-from hf_zero.comm.ledger import Label, Ledger, Tally
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.waits import Label, Tally
 from hf_zero.presence.diagnosis import ScriptCall
 from hf_zero.presence.rank_state import script_frame
 

@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.comm.ledger import Label
+from hf_zero.comm.waits import Label
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
 

@@ -39,10 +39,11 @@ from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.control import Control, GatherOrder, rounds
 from hf_zero.comm.groups import Groups, RankGroup, urgent_options
-from hf_zero.comm.ledger import Label, Ledger, Watch
+from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.steps_in_order import StepsInOrder
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import Label, Watch
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.shared_settings import SharedSettings

@@ -24,8 +24,9 @@ from hf_zero.buckets.flat_views import FlatViews
 from hf_zero.buckets.sharded_parameter import ShardedParameter
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
-from hf_zero.comm.ledger import CommRow, Label, Ledger
+from hf_zero.comm.ledger import CommRow, Ledger
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import Label
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.intervals import Interval

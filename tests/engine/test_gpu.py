@@ -16,8 +16,9 @@ from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch, save_en
 
 from hf_zero.arithmetic.flat import has_triton
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
-from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import Label
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import load_engine

@@ -38,8 +38,9 @@ from hf_zero.comm import choice
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.collective_log import CollectiveLog
 from hf_zero.comm.groups import Groups
-from hf_zero.comm.ledger import SAVE, Label, Ledger, ScriptCollective, Wait, Watch
+from hf_zero.comm.ledger import Ledger, ScriptCollective
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import SAVE, Label, Wait, Watch
 from hf_zero.comm.wire_sums import WireSums
 from hf_zero.optimizer.replicas import ReplicasDivergedError
 from hf_zero.presence.arrivals import CommunicationError, RankProcess

@@ -21,8 +21,9 @@ from standin_runs import FILES, HOST, MAX_NORM, own_device, prepared
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
 
-from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import Label
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.extras import is_installed
 from hf_zero.queues import clock

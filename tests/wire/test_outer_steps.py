@@ -12,9 +12,9 @@ from torch import nn
 from training import Unruly, fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.comm.groups import Groups
-from hf_zero.comm.ledger import Label
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import Handle
+from hf_zero.comm.waits import Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.config.zero import OuterConfig
 from hf_zero.engine.engine import ZeroEngine

@@ -21,8 +21,8 @@ from hf_zero.checkpoint.manifest import row_file
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.groups import Groups
-from hf_zero.comm.ledger import Label
 from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.waits import Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
