@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero import ZeroEngine
-from hf_zero.comm.ledger import CommunicationError
+from hf_zero.presence.arrivals import CommunicationError
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 5

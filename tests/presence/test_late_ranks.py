@@ -38,14 +38,14 @@ from hf_zero.comm import choice
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.collective_log import CollectiveLog
 from hf_zero.comm.groups import Groups
-from hf_zero.comm.ledger import Ledger, ScriptCollective
+from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.waits import SAVE, Label, Wait, Watch
 from hf_zero.comm.wire_sums import WireSums
 from hf_zero.optimizer.replicas import ReplicasDivergedError
 from hf_zero.presence.arrivals import CommunicationError, RankProcess
 from hf_zero.presence.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
-from hf_zero.presence.rank_state import RankState, script_frame
+from hf_zero.presence.rank_state import RankState, ScriptCollective, script_frame
 from hf_zero.presence.watchdog import StragglerWatch
 from hf_zero.step.parameter_gather import ParameterGather
 
