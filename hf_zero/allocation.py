@@ -1,4 +1,4 @@
-"""Allocation of flat tensors in pages and storages that return to the system or the allocator when freed."""
+"""Allocation of flat tensors, whose memory returns to the system or the allocator when freed."""
 
 import ctypes
 import mmap

@@ -209,4 +209,4 @@ refuse_norms = _NORM_REFUSED.guard
 
 
 allow_norms = _NORM_REFUSED.unguard
-"""Removes the guard, for callers that know they handle shards."""
+"""Removes the guard, for callers aware of handling shards."""

@@ -1,4 +1,4 @@
-"""Settings of other packages that save memory in addition to sharding, and a choice of them for a set-up."""
+"""Memory-saving settings of other packages in addition to sharding, and their choice for a set-up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

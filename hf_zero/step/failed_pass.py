@@ -1,4 +1,4 @@
-"""A backward that an exception has ended, until the ranks continue or raise."""
+"""A backward ended by an exception, until the ranks continue or raise."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -90,7 +90,7 @@ class FailedPass:
             return all(map(_is_zeroed, map(_GRAD, map(_PARAMETER, self._slots))))
 
     def _marks(self) -> list[tuple]:
-        """Returns a list that changes if the script replaces, zeroes or edits a gradient."""
+        """Returns a list with other values after the script has replaced, zeroed or edited a gradient."""
         with look_only():
             gradients = list(map(_GRAD, map(_PARAMETER, self._slots)))
             return [
