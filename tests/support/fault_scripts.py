@@ -81,8 +81,20 @@ STARTS = {
 MOVED = {
     "hf_zero.hub.push import render": "hf_zero.hub.card import render",
     "hf_zero.comm.arrivals": "hf_zero.presence.arrivals",
+    # scale_end: the end of a run is asked of a counter in the store.
+    "processes._store, processes._known = Store(), {}": (
+        "processes._store, processes._known, processes._here, processes._counted = Store(), {}, {}, set()"
+    ),
+    "at_work = [rank for rank in range(ranks) if not processes.has_gone(rank)]": "processes.all_have_gone(ranks)",
+    "        def check(self, keys):\n": (
+        "        def add(self, key, amount):\n"
+        '            count["add"] += 1\n'
+        "            self[key] = str(int(dict.get(self, key, 0)) + amount)\n"
+        "            return int(self[key])\n\n"
+        "        def check(self, keys):\n"
+    ),
 }
-"""Outdated imports in the scripts → the modules of today."""
+"""Outdated text in the scripts → what is in its place today. A script counts what the present code does."""
 LAUNCH = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc_per_node")
 
 
