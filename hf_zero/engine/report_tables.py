@@ -1,5 +1,6 @@
 """A rank's memory and traffic, as rows and as a table."""
 
+import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,9 +153,12 @@ _WITHOUT_TERMINAL = 100
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a plain-text table not wider than the terminal; long cells are wrapped in their column."""
     # Imported here because most ranks print no table, and rich is a fifth of the time of `import hf_zero`.
+    # Its first import draws a random number, which would set the printing rank's numbers apart from the other ranks'.
+    drawn = random.getstate()
     from rich.console import Console
     from rich.table import Table
 
+    random.setstate(drawn)
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
