@@ -3,8 +3,8 @@
 import io
 import os
 from pathlib import Path
-from typing import Any
-from zipfile import is_zipfile
+from typing import IO, Any
+from zipfile import ZipFile, is_zipfile
 
 import torch
 
@@ -24,7 +24,17 @@ def load_tensors(path: Path) -> Any:
         Exception: of any class, if the file is damaged or contains objects of other classes.
     """
     if is_zipfile(path):
+        refuse_sizes(path)
         # torch does not notice damage in a mapped file, so `is_zipfile` has looked for the archive's end first.
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     with _BoundedReads(io.FileIO(path)) as file:
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refuse_sizes(archive: Path | IO[bytes]) -> None:
+    """Raises `ValueError` if an entry is larger than its part of the archive. torch allocates the stated size."""
+    with ZipFile(archive) as opened:
+        for entry in opened.infolist():
+            # torch's own archives are not compressed.
+            if entry.file_size > entry.compress_size:
+                raise ValueError(f"{entry.filename[:200]!r} has {entry.file_size} bytes in {entry.compress_size}")

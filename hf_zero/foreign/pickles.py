@@ -14,11 +14,12 @@ import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
 from ..checkpoint.faults import CheckpointError, read_fault, shown
-from ..checkpoint.torch_files import load_tensors
+from ..checkpoint.torch_files import load_tensors, refuse_sizes
 
 
 class Unread:
@@ -279,7 +280,11 @@ def load_stream(content: bytes, path: Path) -> Any:
         CheckpointError: the bytes cannot be read; the message contains the cause.
     """
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        stream = io.BytesIO(content)
+        if is_zipfile(stream):
+            refuse_sizes(stream)
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         # A damaged pickle may raise any exception.
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error

@@ -1037,6 +1037,23 @@ def test_memory_that_only_one_reading_of_an_input_allocates_is_no_fault_of_the_i
     assert len(wrong) == 1 and wrong[0].startswith("allocates 3: allocates 4")
 
 
+@pytest.mark.extra("foreign")
+def test_a_size_in_an_archive_of_tensors_is_no_allocation(tmp_path):
+    from hf_zero.foreign.pickles import load_stream
+
+    torch.save({"w": torch.zeros(5)}, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    assert load_stream(content, tmp_path / "x.pt")["w"].shape == load_tensors(tmp_path / "x.pt")["w"].shape == (5,)
+    # The size of each entry in the archive's directory, after its size in the file.
+    changed = re.sub(rb"(?s)(PK\x01\x02.{20}).{4}", lambda found: found[1] + b"\xff\xff\xff\x7f", content)
+    assert changed != content
+    (tmp_path / "x.pt").write_bytes(changed)
+    with pytest.raises(ValueError, match="has 2147483647 bytes in"):
+        load_tensors(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="has 2147483647 bytes in"):
+        load_stream(changed, tmp_path / "x.pt")
+
+
 def test_a_length_in_a_pickle_is_no_allocation(tmp_path):
     # A text of 800 MB, in a file of nine bytes that is no archive.
     (tmp_path / "x.pt").write_bytes(b"\x80\x02X\xff\xff\xff\x2ex.")
