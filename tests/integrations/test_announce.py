@@ -1,6 +1,8 @@
 """The plan that rank 0 prints at the start: what is there is named, DDP and a forecast of activations beside it."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -194,3 +196,20 @@ def test_a_small_models_plan_and_reports_never_say_0_mib(stage, two_ranks, capsy
 )
 def test_a_size_has_the_unit_that_leaves_it_digits(nbytes, said):
     assert in_units(nbytes) == said
+
+
+TABLE_IN_A_NEW_PROCESS = """
+import random, sys
+from hf_zero.engine.report_tables import render
+assert "rich.console" not in sys.modules
+random.seed(0)
+before = random.getstate()
+print(render("plan", ("what", "bytes"), [("state", "1 MiB")]))
+raise SystemExit(before != random.getstate())
+"""
+
+
+def test_a_printed_table_leaves_the_random_numbers_of_its_rank():
+    """Only rank 0 prints one, and its numbers must stay those of the other ranks and of DDP. A new process has not imported rich."""
+    done = subprocess.run([sys.executable, "-c", TABLE_IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "1 MiB" in done.stdout, done.stderr
