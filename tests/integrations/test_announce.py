@@ -210,6 +210,6 @@ raise SystemExit(before != random.getstate())
 
 
 def test_a_printed_table_leaves_the_random_numbers_of_its_rank():
-    """Only rank 0 prints one, and its numbers must stay those of the other ranks and of DDP. A new process has not imported rich."""
+    """Only rank 0 prints one, and its numbers must stay those of DDP. A new process has not imported rich."""
     done = subprocess.run([sys.executable, "-c", TABLE_IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "1 MiB" in done.stdout, done.stderr
