@@ -240,7 +240,15 @@ def test_a_cells_function_is_called_by_value_and_brings_back_what_rank_0_returns
         notebook.launch("train")
 
 
-def test_an_interrupt_while_the_launcher_starts_ends_it(monkeypatch):
+@pytest.fixture
+def hears_interrupts():
+    """A shell starts background commands with SIGINT ignored, and Python then leaves it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_the_launcher_starts_ends_it(hears_interrupts, monkeypatch):
     started = []
     start = subprocess.Popen
 
@@ -257,7 +265,7 @@ def test_an_interrupt_while_the_launcher_starts_ends_it(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_launchers_processes_have_ended_when_an_interrupted_call_ends(monkeypatch):
+def test_the_launchers_processes_have_ended_when_an_interrupted_call_ends(hears_interrupts, monkeypatch):
     monkeypatch.setattr(notebook, "_GRACE_S", 0.2)
     ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     rank = f"{ignores} print('waits', flush=True); time.sleep(1000)"

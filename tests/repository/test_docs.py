@@ -345,7 +345,7 @@ def test_the_files_that_compare_tiers_are_those_that_the_guide_names():
     _, _, text = read("CONTRIBUTING.md").partition("- **Another tier**")
     paragraph = " ".join(text.partition("- **Another wire format**")[0].split())
     named = set(re.findall(r"`(?:hf_zero/)?([a-z_/]+\.py)`", paragraph))
-    assert named == compare and f"{len(compare) - 2} more files" in paragraph.replace("Eight", "8")
+    assert named == compare and f"{len(compare) - 2} more files" in paragraph.replace("Nine", "9")
 
 
 def test_the_status_is_that_of_the_kept_results():
