@@ -1,4 +1,4 @@
-"""Buckets: parameters as slots of one flat buffer, reduced together, and this rank's shard with its rows."""
+"""Buckets: parameters in one flat buffer, which are reduced together, and this rank's shard of the buffer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

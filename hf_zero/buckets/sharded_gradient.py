@@ -56,7 +56,13 @@ def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientErr
 
 
 class GradientState(Enum):
-    """HELD: reduced, in the ranks' shards. ZEROED: zeroed by the script. SPENT: used and freed by a step."""
+    """Last event of a reduced gradient.
+
+    Attributes:
+        HELD: the reduction; each rank has a shard of the gradient.
+        ZEROED: the script has zeroed the gradient.
+        SPENT: a step has used the gradient and freed its memory.
+    """
 
     HELD = "held"
     ZEROED = "zeroed"

@@ -164,18 +164,7 @@ def make_plan(
         traced = partial(_traced, made, given, request=request, param_dtype=param_dtype)
         activations, warnings = traced()
     room = _room_of(request, device)
-    job = Job(
-        model=made,
-        optimizers=[optimizer or optimizer_like_trainers(made)],
-        device=device,
-        world_size=request.data_ranks,
-        ranks_a_node=request.gpus // request.tp_size,
-        activations=activations,
-        accumulates=request.accumulation > 1,
-        experts=experts,
-        expert_ranks=request.world_size // request.ep_size,
-        free_bytes=room.device - CONTEXT_BYTES,
-    )
+    job = _job_of(request, made, optimizer or optimizer_like_trainers(made), device, room, activations, experts)
     found, faults = candidates_of(job, wanted, request.machine, request.accumulation, request.mixed_precision)
     # DDP does not support ranks that compute a sequence together.
     if not kept and request.sp_size == 1:
@@ -185,8 +174,9 @@ def make_plan(
             f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none goes with what is kept'}"
         )
     choice = choose(found, room)
+    why = list(choice.why)
     if activations is not None:
-        helps = parts_that_help(
+        why += parts_that_help(
             job,
             wanted,
             request.machine,
@@ -197,9 +187,8 @@ def make_plan(
             recomputed=lambda: traced(recomputes=True)[0],
             halved=lambda: None if request.batch % 2 or given is not None else traced(request=halves)[0],
         )
-        choice = replace(choice, why=(*choice.why, *helps))
-    files = advice_on_files(found, room, request.machine, numels[0])
-    choice = replace(choice, why=(*choice.why, *files, *_advice_on_links(job, choice, request)))
+    why += advice_on_files(found, room, request.machine, numels[0])
+    why += _advice_on_links(job, choice, request)
     return Plan(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         parameters=numels[0],
@@ -209,8 +198,31 @@ def make_plan(
         room=room,
         activations=activations,
         candidates=tuple(found),
-        choice=choice,
+        choice=replace(choice, why=tuple(why)),
         warnings=(*warnings, *faults),
+    )
+
+
+def _job_of(
+    request: PlanRequest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    room: Room,
+    activations: Activations | None,
+    experts: frozenset[nn.Parameter],
+) -> Job:
+    return Job(
+        model=model,
+        optimizers=[optimizer],
+        device=device,
+        world_size=request.data_ranks,
+        ranks_a_node=request.gpus // request.tp_size,
+        activations=activations,
+        accumulates=request.accumulation > 1,
+        experts=experts,
+        expert_ranks=request.world_size // request.ep_size,
+        free_bytes=room.device - CONTEXT_BYTES,
     )
 
 

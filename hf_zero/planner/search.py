@@ -133,12 +133,16 @@ class Machine:
 # ahead, over the same link as the reductions. The work of forward and backward is divided among buckets by their elements. The
 # simulated step is one in the middle of a run, from one optimizer step to the next.
 #
-# [Note: the simulated offload] Visiting state is fetched into memory freed by backward, up to `freed_bytes`. The remaining state
-# passes through the window during the step, while stepped state is copied back. State on the accelerator after the step is copied
-# back during the next forward, except the window. For a step on the host, reduced gradients are copied during backward. The norm
-# and its coefficient (Trainer clips by default) read gradients twice and write them once. The optimizer follows, one bucket after
-# the other, while stepped parameters are copied to the accelerator, and state is read from files and written to them. Reads and
-# writes share the disk. With several reductions per step, the host adds gradients during backward.
+# [Note: the simulated offload] Offloaded state is stepped on the accelerator or on the host.
+#
+# On the accelerator, backward frees memory of activations. During backward, state is copied from the host into this memory, at
+# most `freed_bytes`. During the step, the other state is copied in, stepped and copied back, one bucket after the other. State
+# that is on the accelerator after the step is copied back during the next forward, and `window_bytes` of it never delay it.
+#
+# On the host, reduced gradients are copied from the accelerator during backward. If a step has several reductions, the host adds
+# them up at the same time. Then the host computes the norm and scales the gradients (Trainer clips by default): two reads and one
+# write of each gradient. Then the optimizer steps one bucket after the other. Meanwhile, the parameters of finished buckets are
+# copied to the accelerator, and state in files is read and written. Reads and writes share the rate of the disk.
 
 
 @dataclass(frozen=True, kw_only=True)

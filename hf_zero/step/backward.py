@@ -187,7 +187,7 @@ class Gradients:
     def recover(self) -> None:
         """Ends an unfinished pass, so that gradients can be read or a forward can begin.
 
-        Called outside any backward. See [Note: a backward that an exception ends].
+        Called outside any backward. See [Note: a failed backward].
 
         Raises:
             RuntimeError: on all ranks, if a backward has failed on one of several ranks; raised again by each later call.

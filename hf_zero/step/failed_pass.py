@@ -14,7 +14,7 @@ from ..presence.arrivals import in_words
 
 _GRAD, _PARAMETER = attrgetter("grad"), attrgetter("parameter")
 
-# [Note: a backward that an exception ends]
+# [Note: a failed backward]
 # A script may catch the exception and continue. Plain PyTorch then keeps the gradients accumulated so far in `p.grad`.
 # Autograd drops the callback that would have ended the pass, and this calls `_lose_pass` before the script continues.
 #
@@ -31,7 +31,7 @@ _GRAD, _PARAMETER = attrgetter("grad"), attrgetter("parameter")
 
 
 class FailedPass:
-    """The error of a failed backward, and the gradients left by the failure. See [Note: a backward that an exception ends].
+    """The error of a failed backward, and the gradients left by the failure. See [Note: a failed backward].
 
     Attributes:
         error: raised instead of the next forward, backward or step; None if no pass has failed.

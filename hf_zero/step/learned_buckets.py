@@ -13,7 +13,7 @@ Hook = Callable[[torch.Tensor], None]
 _FIRST_PASSES, _MOST_PASSES = 2, 64
 """Passes that must fill a bucket in the same order before one hook handles it: at first, and at most."""
 
-# [Note: learned buckets]
+# [Note: one hook a bucket]
 # A Python hook on each parameter costs the host more time than the reduction itself. Most models fill their buckets in the same
 # order in each pass. So if the same parameter completes a bucket in two passes, the bucket is *learned*: from then on, only the
 # hook on that parameter runs Python, and handles the gradients of the whole bucket. The other hooks are `list.append`, in C.
@@ -26,7 +26,7 @@ _FIRST_PASSES, _MOST_PASSES = 2, 64
 
 
 class Filling:
-    """How much of a bucket is filled in the running pass, and which hooks watch its gradients. See [Note: learned buckets].
+    """How much of a bucket is filled in the running pass, and which hooks watch its gradients. See [Note: one hook a bucket].
 
     Attributes:
         place: index of the bucket.

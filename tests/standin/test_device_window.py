@@ -358,7 +358,7 @@ def test_a_step_on_the_device_needs_room_and_an_optimizer_that_steps_buckets_one
             model, optimizers, engine = built({"offload": HOST})
         found[name] = type(engine.tier)
         engine.close()
-        # A plan decides the same for a device of this size, of which frozen parameters need a part.
+        # For a device with this much memory, a plan must make the same choice. It also counts the memory of frozen parameters.
         config = ZeroConfig.from_dict({"stage": 2, "offload": HOST})
         model.frozen = nn.Parameter(torch.empty(3), requires_grad=False)
         layout = lay_out(

@@ -309,7 +309,7 @@ def test_residuals_are_saved_and_their_sum_goes_on_at_a_larger_world_size(tmp_pa
     arguments = {"root": str(tmp_path), "cells": [(2, BOTH)]}
     run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
     saved = summed_residuals(2, tmp_path / "stage2")
-    # The third rank loads none, and saves before it has a residual of its own.
+    # Two ranks have saved residuals, so the third rank loads none. It saves before its first step, without a residual.
     resumed = summed_residuals(3, tmp_path / "stage2", again=tmp_path / "again")
     assert checkpoint_faults(tmp_path / "again", ZERO_FOLDER) == []
     for others in (resumed, summed_residuals(2, tmp_path / "again")):
