@@ -96,6 +96,8 @@ class LoopStop(StopSignals):
         """Saves and ends if all ranks have agreed on a stop; collective in this case."""
         engines = self._accelerator.zero_engines
         number = max((engine.stop_due for engine in engines), default=0)
+        if self.clock is not None:
+            self.clock.end_pass()
         # Hooks of the save may run the model, which calls this method again.
         if not number or self.ends or self._saves or self._is_put_off:
             return

@@ -47,7 +47,10 @@ class SaveClock:
         # Times of the last saved step, of the last step, and of the start of the last save.
         self._saved_s = self._polled_s = self._saving_s = now_s()
         self._is_saving = self._has_warned = self._was_held_up = False
-        self._cost_s = self._step_s = 0.0
+        # Longest save, step, and time between a step and the save after it.
+        self._cost_s = self._step_s = self._delay_s = 0.0
+        # Time of the last question, plus the saves since then; None after the loop has asked for its next batch.
+        self._asked_s: float | None = None
         self._polled = -1
 
     def asked(self) -> int:
@@ -55,12 +58,13 @@ class SaveClock:
         if not self._decides:
             return 0
         now_s, step = self._now_s(), self._step()
+        self._asked_s = now_s
         if step != self._polled:
             if self._polled >= 0 and not self._was_held_up:
                 self._step_s = max(self._step_s, now_s - self._polled_s)
             self._polled, self._polled_s, self._was_held_up = step, now_s, self._is_saving
-        # The remaining time must suffice for this step, one more step and a save.
-        needed_s = 2 * self._step_s + _SLOWER * self._cost_s
+        # The remaining time must suffice for this step, one more step and a save. A loop may evaluate before the save.
+        needed_s = 2 * self._step_s + self._delay_s + _SLOWER * self._cost_s
         if self._budget_s is not None and now_s - self._began_s + needed_s >= self._budget_s:
             return TIME_UP
         return SAVE_DUE if self._is_due(now_s) else 0
@@ -75,9 +79,17 @@ class SaveClock:
         if self._every_s:
             # Until the first save is measured, assume half of the time for it.
             interval_s = max(self._every_s - self._cost_s, self._cost_s) if self._cost_s else self._every_s / 2
+            # A loop evaluates before it saves. Without the limit, long evaluations would cause a save in each step.
+            interval_s = max(interval_s - self._delay_s, min(interval_s, self._every_s / 4))
             return at_s - self._saved_s >= interval_s
         # The first save measures the cost of a save.
         return self._budget_s is not None and not self._cost_s and at_s - self._began_s >= self._budget_s / 2
+
+    def end_pass(self) -> None:
+        """Notes that a plain loop asks for its next batch: only now it can save the step before, and its evaluation took time."""
+        if self._asked_s is not None:
+            self._delay_s = max(self._delay_s, self._now_s() - self._asked_s)
+            self._asked_s = None
 
     def hold_up(self) -> None:
         """Excludes the time to the next step from the measured steps, because of a save or an evaluation in between."""
@@ -99,7 +111,10 @@ class SaveClock:
 
     def end_save(self) -> None:
         """Notes that the checkpoint is complete, or has failed. Called on any thread."""
-        self._cost_s = max(self._cost_s, self._now_s() - self._saving_s)
+        took_s = self._now_s() - self._saving_s
+        self._cost_s = max(self._cost_s, took_s)
+        if self._asked_s is not None:
+            self._asked_s += took_s
         self._is_saving = False
         self.hold_up()
         share = self._cost_s / self._every_s if self._every_s else 0.0

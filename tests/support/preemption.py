@@ -403,7 +403,7 @@ def killed(number: int, door: str, stage: int | None = None) -> Trial:
 
 
 def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float, float]:
-    """Kills a run and resumes it. Returns the lost seconds, the settings' minutes plus one step, and the longest evaluation.
+    """Kills a run and resumes it. Returns the lost seconds, the settings' minutes plus one step, and what no clock can foresee.
 
     Raises:
         AssertionError: a bit differs from the uninterrupted run, or more than one state of the clock is left.
@@ -421,9 +421,10 @@ def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float, float]:
     assert json.loads((folder / "outcome 0").read_text()) == reference, trial
     longest_s = max(after - before for before, after in zip(times, [*times[1:], trial.killed_s]))
     evaluations = folder / "evaluations 0"
-    # A loop evaluates before it saves. The clock cannot foresee this time, by which such a run may lose more.
-    evaluation_s = max(map(float, evaluations.read_text().split()), default=0.0) if evaluations.exists() else 0.0
-    return trial.killed_s - times[saved], 60 * trial.minutes + longest_s, evaluation_s
+    # A loop evaluates before it saves. The clock foresees evaluations as long as the longest one before.
+    took = [0.0, *map(float, evaluations.read_text().split() if evaluations.exists() else ())]
+    unforeseen_s = max((took[at] - max(took[:at]) for at in range(1, len(took))), default=0.0)
+    return trial.killed_s - times[saved], 60 * trial.minutes + longest_s, max(0.0, unforeseen_s)
 
 
 def drawn(number: int, door: str, worlds: Sequence[int], stages: Sequence[int]) -> Trial:
