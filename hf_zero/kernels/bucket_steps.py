@@ -80,16 +80,16 @@ class KernelForm(ABC):
         """Returns the argument of `again` for the next step of these rows; None if `begin` has to prepare this step."""
         return ()
 
-    def again(self, rows: Sequence[Row], counted: Any) -> tuple[int, Any] | None:
-        """Works like `begin` if the rows' states hold the same tensors as after their last step. Runs in C loops.
+    def again(self, counted: Any) -> int | None:
+        """Works like `begin` for the rows of `counted`, if their states hold the same tensors as after their last step.
 
         Args:
-            counted: the result of `counted`, or of the last call.
+            counted: the result of `counted`.
 
         Returns:
-            The phase of all rows, and `counted` for the next call; None, without a change, if `begin` has to prepare the step.
+            The phase of all rows; None, without a change, if `begin` has to prepare the step.
         """
-        return 0, ()
+        return 0
 
     @abstractmethod
     def settings(self, group: Group, phase: int) -> Any:
@@ -108,6 +108,17 @@ class KernelForm(ABC):
         """Computes the step."""
 
 
+@dataclass(slots=True)
+class _Count:
+    """Number of the last step that was counted here, and the version of the tensor `step` after it.
+
+    Rows whose tensors `step` are views of one tensor share one object.
+    """
+
+    number: int
+    version: int
+
+
 class AdamWForm(KernelForm):
     """Steps like `torch.optim.AdamW`, or `torch.optim.Adam` without decay. The phase is the number of the step, from 1."""
 
@@ -121,8 +132,8 @@ class AdamWForm(KernelForm):
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer)
-        # Row → the tensor `step`, its version, and its value at the last write here.
-        self._counts: dict[Row, tuple[torch.Tensor, int, int]] = {}
+        # Row → the tensor `step`, and its count.
+        self._counts: dict[Row, tuple[torch.Tensor, _Count]] = {}
 
     def hindrance(self, group: Group) -> str | None:
         found = super().hindrance(group)
@@ -141,7 +152,7 @@ class AdamWForm(KernelForm):
         if number is not None:
             steps = list(map(dict.__getitem__, states.values(), repeat("step")))
             torch._foreach_add_(steps, 1)
-            counts.update(zip(states, zip(steps, map(_VERSION, steps), repeat(number))))
+            counts.update(zip(states, zip(steps, map(_Count, repeat(number), map(_VERSION, steps)))))
             return dict.fromkeys(states, number)
         numbers = {}
         for row, state in states.items():
@@ -149,17 +160,18 @@ class AdamWForm(KernelForm):
                 # On the same device as in torch's own step, so either may compute the next step.
                 home = row.tensor.device if group["fused"] else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
-                counts[row] = (state["step"], state["step"]._version, 0)
+                counts[row] = (state["step"], _Count(0, state["step"]._version))
             step = state["step"]
-            known, version, taken = counts.get(row, (step, -1, 0))
-            if known is not step or version != step._version:
+            known = counts.get(row)
+            if known is not None and known[0] is step and known[1].version == step._version:
+                numbers[row] = known[1].number + 1
+            else:
                 # Read the device only if somebody else has written the count: a read makes the host wait for the device.
-                taken = int(step.item())
-            numbers[row] = taken + 1
+                numbers[row] = int(step.item()) + 1
         steps = [state["step"] for state in states.values()]
         torch._foreach_add_(steps, 1)
         for (row, number), step in zip(numbers.items(), steps):
-            counts[row] = (step, step._version, number)
+            counts[row] = (step, _Count(number, step._version))
         return numbers
 
     def _shared_number(self, states: States) -> int | None:
@@ -167,27 +179,33 @@ class AdamWForm(KernelForm):
         known: list[Any] = list(map(self._counts.get, states))
         if not all(known):
             return None
-        tensors, versions, taken = zip(*known)
-        found = map(dict.get, states.values(), repeat("step"))
-        if len(set(taken)) != 1 or not all(map(is_, found, tensors)) or tuple(map(_VERSION, tensors)) != versions:
+        tensors, counts = zip(*known)
+        found, taken = map(dict.get, states.values(), repeat("step")), set(map(_NUMBER, counts))
+        if len(taken) != 1 or not all(map(is_, found, tensors)):
             return None
-        return taken[0] + 1
+        return taken.pop() + 1 if list(map(_VERSION, tensors)) == list(map(_COUNTED_VERSION, counts)) else None
 
     def counted(self, rows: Sequence[Row], states: Sequence[dict[str, Any]]) -> Any:
         following = self._shared_number(dict(zip(rows, states)))
-        if following is None:
+        steps = [] if following is None else [state["step"] for state in states]
+        if following is None or len({(step.device, step.dtype, step.shape) for step in steps}) > 1:
             return None
-        steps = [state["step"] for state in states]
-        return steps, list(map(_VERSION, steps)), following - 1
+        # A count in one tensor for all rows needs one operation; torch's own step runs one for each parameter.
+        joined = torch.stack(steps)
+        count = _Count(following - 1, joined._version)
+        for row, state, step in zip(rows, states, joined.unbind()):
+            state["step"] = step
+            self._counts[row] = (step, count)
+        return joined, count
 
-    def again(self, rows: Sequence[Row], counted: Any) -> tuple[int, Any] | None:
-        steps, versions, number = counted
-        if list(map(_VERSION, steps)) != versions:
+    def again(self, counted: Any) -> int | None:
+        joined, count = counted
+        # All views share one version, so a script's write to any row's `step` changes the version.
+        if joined._version != count.version:
             return None
-        torch._foreach_add_(steps, 1)
-        versions, number = list(map(_VERSION, steps)), number + 1
-        self._counts.update(zip(rows, zip(steps, versions, repeat(number))))
-        return number, (steps, versions, number)
+        joined.add_(1)
+        count.number, count.version = count.number + 1, joined._version
+        return count.number
 
     def settings(self, group: Group, phase: int) -> AdamW:
         return AdamW(
@@ -300,6 +318,7 @@ def _has_tensor(value: Any) -> bool:
 _log = logging.getLogger(__name__)
 
 _VERSION = attrgetter("_version")
+_NUMBER, _COUNTED_VERSION = attrgetter("number"), attrgetter("version")
 
 _Phase = TypeVar("_Phase", bound=Hashable)
 
@@ -601,10 +620,9 @@ class KernelStep(BucketStep):
         if not _FLOATS.issuperset(_dtypes_of(flats_of)):
             return False
         # Call this last, because the form counts the step.
-        again = self._form.again(list(chain.from_iterable(last.rows)), last.counted)
-        if again is None:
+        phase = self._form.again(last.counted)
+        if phase is None:
             return False
-        phase, last.counted = again
         last.reads, found_inf, multiplier = reads, self._found_inf(), None
         if coefficient is not None:
             multiplier = coefficient.value

@@ -331,6 +331,15 @@ def counts_other_steps(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[row]["step"].fill_(9.0)
 
 
+def counts_another_step_of_one_row(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[rows_of(optimizer)[-1]]["step"] += 1
+
+
+def replaces_counts(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
 SCRIPTS = (
     replaces_gradients,
     gives_gradients_other_memory,
@@ -340,6 +349,8 @@ SCRIPTS = (
     wants_what_no_kernel_does,
     replaces_state,
     counts_other_steps,
+    counts_another_step_of_one_row,
+    replaces_counts,
 )
 
 
@@ -374,7 +385,8 @@ def test_a_step_that_repeats_the_last_one_does_as_one_that_is_prepared_anew(rank
                     script(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-            ends.append([part.detach().clone() for part in model.parts])
+            counts = [state["step"].clone() for state in optimizer.state.values()]
+            ends.append([*(part.detach().clone() for part in model.parts), *counts])
             engine.close()
             if way is noted:
                 # The first step has nothing to repeat; the second one repeats that of all buckets.
