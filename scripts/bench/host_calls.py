@@ -339,19 +339,20 @@ def ratios(counts: dict[str, Counts], peer: str) -> dict[str, dict[str, float | 
     return found
 
 
-# Engine → figure → its limit in proportion to DDP's on several ranks, and to a plain loop's on one rank.
+# Engine → figure → its limit in proportion to DDP's.
 GOALS: dict[str, dict[str, float]] = {
     **{f"hf_zero{stage}": {"bytecodes": 1.05, "operations": 0.80, "time": 1.05} for stage in range(3)},
     "hf_zero3": {"bytecodes": 1.25, "operations": 0.80, "time": 1.25},
 }
 # Engine → figure → its limit in proportion to FSDP2's on several ranks.
 GOALS_TO_FSDP2: dict[str, dict[str, float]] = {"hf_zero3": {"bytecodes": 0.45, "time": 0.45}}
-GOALS_ALONE = {f"hf_zero{stage}": {"bytecodes": 1.05, "time": 1.05} for stage in range(4)}
+# Engine → figure → its limit in proportion to a plain loop's on one rank. DDP's own time is 1.13 to 1.31 of a plain loop's there.
+GOALS_ALONE = {f"hf_zero{stage}": {"bytecodes": 1.05} for stage in range(4)}
 
 
 def missed_goals(case: Case, found: dict[str, dict[str, float | None]]) -> list[str]:
     """Describes the goals which engines miss."""
-    goals_to = {"torch": GOALS_ALONE} if case.peer == "torch" else {"ddp": GOALS, "fsdp2": GOALS_TO_FSDP2}
+    goals_to = {"ddp": GOALS, **({"torch": GOALS_ALONE} if case.peer == "torch" else {"fsdp2": GOALS_TO_FSDP2})}
     return [
         f"{name}, {case}: {figure} {value / unit:.3f} of {peer}'s > {most}"
         for peer, goals in goals_to.items()
