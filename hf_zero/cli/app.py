@@ -39,8 +39,68 @@ _MEANT = {
     "--nproc-per-node": "--num-processes",
     "--bf16": "--mixed-precision",
     "--fp16": "--mixed-precision",
+    "--dtype": "--mixed-precision",
+    "--master-port": "--port",
+    "--main-process-port": "--port",
+    "--config": "--zero",
+    "--config-file": "--zero",
+    "--zero-stage": "--zero",
+    "-n": "--num-processes",
+    "-np": "--num-processes",
 }
 """Options of other launchers → the same option here."""
+
+_SEVERAL_NODES = (
+    "hf-zero run starts ranks on one machine. On several, start `-m hf_zero.run --zero 2 train.py` with torchrun"
+)
+_OTHER_ENGINE = (
+    "hf_zero replaces that engine: leave the option out. `hf-zero migrate` translates another engine's config"
+)
+_HAS_ALL_STAGES = "The plan shows all stages"
+_ANSWERS = {
+    "run": {
+        **dict.fromkeys(
+            ("--num-machines", "--machine-rank", "--main-process-ip", "--nnodes", "--node-rank", "--rdzv-endpoint"),
+            _SEVERAL_NODES,
+        ),
+        **dict.fromkeys(("--deepspeed", "--fsdp", "--use-deepspeed", "--use-fsdp", "--ddp"), _OTHER_ENGINE),
+        "--multi-gpu": "It needs no option: one rank starts on each GPU",
+        "--standalone": "It needs no option: the ranks of one machine meet on a free port",
+    },
+    "plan": dict.fromkeys(("--zero", "--stage"), _HAS_ALL_STAGES),
+    "hf-zero": dict.fromkeys(
+        ("--zero", "--num-processes", "--cpu", "--mixed-precision"),
+        "Put it after the command: hf-zero run --zero 2 train.py",
+    ),
+}
+"""A command → options that it does not have → what to do instead."""
+
+_COMMANDS = {
+    "launch": "run",
+    "train": "run",
+    "start": "run",
+    "env": "doctor",
+    "test": "doctor",
+    "estimate-memory": "plan",
+    "merge-weights": "consolidate",
+    "upload": "push",
+    "config": "migrate",
+}
+"""Commands of accelerate and others → the command here."""
+
+
+def _explain_option(error: Any, command: Any, ctx: Any) -> None:
+    """Adds the remedy for an unknown option. The parser would also propose `--cpu` for `--gpus`, and `--seq` for `--stage`."""
+    options = [option for parameter in command.get_params(ctx) for option in parameter.opts if option != "--"]
+    name = str(getattr(error, "option_name", ""))
+    answer = _ANSWERS.get("run" if ctx.info_name == "parity" else str(command.name or "hf-zero"), {}).get(name)
+    if answer is not None:
+        error.message, error.possibilities = f"{error.message}. {answer}.", []
+        return
+    meant = _MEANT.get(name)
+    # Names of a few letters are all similar, such as `--fsdp` and `--sp`.
+    near = difflib.get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=0.75)
+    error.possibilities = [meant] if meant in options else [f"--{each}" for each in near]
 
 
 class _Command(TyperCommand):
@@ -52,19 +112,31 @@ class _Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             if hasattr(error, "possibilities"):
-                # An unknown option. The parser would also propose `--cpu` for `--gpus`, and `--seq` for `--stage`.
-                options = [option for parameter in self.get_params(ctx) for option in parameter.opts if option != "--"]
-                name = str(getattr(error, "option_name", ""))
-                meant = _MEANT.get(name)
-                error.possibilities = (
-                    [meant] if meant in options else difflib.get_close_matches(name, options, n=1, cutoff=0.75)
-                )
+                _explain_option(error, self, ctx)
             raise
 
 
 class _Commands(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_without_type(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "possibilities"):
+                _explain_option(error, self, ctx)
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            meant = _COMMANDS.get(args[0]) if args else None
+            if meant is not None and hasattr(error, "message"):
+                # The parser would propose `plan` for `launch`.
+                error.message = f"No such command {args[0]!r}. Here it is `hf-zero {meant}`."
+            raise
 
 
 app = typer.Typer(

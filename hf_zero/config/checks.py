@@ -186,6 +186,21 @@ _SAID_ELSEWHERE = (
     "max_grad_norm",
     "gradient_clipping",
     "scheduler",
+    "optimizer",
+    "optim",
+    "weight_decay",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "mixed_precision",
+    "bf16",
+    "fp16",
+    "epochs",
+    "max_steps",
+    "save_steps",
+    "warmup_steps",
+    "output_dir",
+    "seed",
 )
 """Keys of other engines' files which hf_zero reads from the training arguments or the script only."""
 
@@ -324,6 +339,8 @@ _SAID_BY_THE_RUN = {
     "activation_checkpointing": "activation_checkpointing (gradient_checkpointing before transformers 5.23)",
 }
 _MEANINGS = {
+    "zero": "its settings stand at the top of a config, so leave it out",
+    "hf_zero": "its settings stand at the top of a config, so leave it out",
     "zero_optimization": "it is DeepSpeed's; what is below it stands at the top here",
     "offload_optimizer": "it is DeepSpeed's; here it is `offload.optimizer`: none, cpu or nvme",
     "offload_param": "it is DeepSpeed's; here it is `offload.params`: none, cpu or nvme",
@@ -420,7 +437,10 @@ def read_yaml(path: Path) -> Any:
         if path.is_dir():
             raise ConfigError(f"hf_zero config: {where!r} is a folder. Give the YAML file in it, or a stage number.")
         if not path.is_file():
-            near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
+            names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+            # The nearest name first: a folder may have many files.
+            near = [*difflib.get_close_matches(path.name, names, n=1), *names]
+            near = list(dict.fromkeys(near))[:8]
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
             raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
         with path.open("rb") as file:
@@ -458,6 +478,8 @@ def parse(text: str, where: str) -> Any:
         problem = cut(getattr(error, "problem", None) or str(error).partition("\n")[0])
         if "\\t" in problem:
             problem += ". Indent with spaces"
+        elif "mapping values are not allowed" in problem:
+            problem += ". Settings of one section start in the same column"
         raise ConfigError(f"hf_zero config: {where} is not valid YAML{line}: {problem}.") from error
 
 

@@ -672,14 +672,15 @@ ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
 """Types accepted by `ZeroConfig.of`."""
 
 _FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
-_SPELT = ("zero", "one", "two", "three")
+_SPELT = {"zero": 0, "one": 1, "two": 2, "three": 3}
+_OF_FSDP = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "no_shard": 0, "ddp": 0, "none": 0}
 
 
 def _meant(text: str) -> str:
-    """Guesses the stage for a text such as `two`, `zero2` or `stage-2`."""
+    """Guesses the stage for a text such as `two`, `zero2`, `stage-2` or FSDP's `full_shard`."""
     text = text.lower()
     found = re.fullmatch(r"(?:zero|stage|z)?[-_ ]?([0-3])", text)
-    stage = _SPELT.index(text) if text in _SPELT else found[1] if found else None
+    stage = (_SPELT | _OF_FSDP).get(text, found[1] if found else None)
     return "" if stage is None else f". For stage {stage} say {stage}"
 
 

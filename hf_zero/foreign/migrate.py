@@ -119,6 +119,12 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
         if len(left) == len(waiting):
             break
         waiting = left
+    for path, _, translation in waiting:
+        # Without the stage, the config would shard nothing, and no run would say so.
+        if "stage" in translation.settings and "stage" not in chosen:
+            raise ConfigError(
+                f"hf_zero: {cut(where)}: in {path}, {refused[id(translation)].rstrip('.')}. Correct that file."
+            )
     for path, value, translation in waiting:
         lists[Fate.NOT_SUPPORTED].append(MigratedKey(key=path, value=value, said=refused[id(translation)]))
     text = _as_yaml(base | chosen)

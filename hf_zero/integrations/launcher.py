@@ -89,6 +89,15 @@ def _config(said: str | None) -> ZeroConfig:
     return ZeroConfig.of(inherited, CONFIG_VARIABLE)
 
 
+_IN_A_SHELL = "Put `hf-zero run --zero 2` into it, in place of `python` or `torchrun`, and run it in a shell"
+_A_CONFIG = "Give a config as `--zero FILE`, and the path of a Python file after it"
+_NOT_PYTHON = {
+    **dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), _IN_A_SHELL),
+    **dict.fromkeys((".yaml", ".yml", ".json"), _A_CONFIG),
+}
+"""Suffixes of files that Python cannot run → what to do with the file."""
+
+
 def _refuse_missing(script: str, *, is_module: bool) -> None:
     """Raises `ConfigError` if Python cannot run the script or module."""
     path = Path(script)
@@ -104,6 +113,8 @@ def _refuse_missing(script: str, *, is_module: bool) -> None:
         raise ConfigError(
             f"hf_zero: {shown(script)} is a notebook. Call hf_zero.launch(train, zero=2) in one of its cells."
         )
+    if path.suffix in _NOT_PYTHON and path.is_file():
+        raise ConfigError(f"hf_zero: {shown(script)} is no Python file. {_NOT_PYTHON[path.suffix]}.")
     if path.is_dir() and not (path / "__main__.py").exists():
         raise ConfigError(f"hf_zero: {shown(script)} is a folder without __main__.py. Give the path of a Python file.")
     if not path.exists():
@@ -114,6 +125,8 @@ def _instead_of(path: Path) -> str:
     """Returns the probable remedy for the name of a missing script."""
     if path.name in ("python", "python3"):
         return "Leave out `python`: the script follows the options"
+    if path.name in ("accelerate", "torchrun", "deepspeed", "mpirun"):
+        return f"Leave out `{path.name}` and its options: hf-zero run starts the ranks"
     if re.fullmatch(r"[a-z_.]+=.*", path.name):
         return "Settings of --zero are one word, with commas and no spaces: stage=2,comm.timeout_s=600"
     names = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []

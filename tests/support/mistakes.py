@@ -75,11 +75,23 @@ def prepare(folder: Path) -> None:
         "list.yaml": "- stage: 2\n",
         "capital.yaml": "Stage: 2\n",
         "deepspeed.yaml": "zero_optimization:\n  stage: 2\n",
+        "fsdp.json": json.dumps({"fsdp_transformer_layer_cls_to_wrap": ["GPT2Block"], "reshard_after_forward": True}),
+        "stage5.json": json.dumps({"zero_optimization": {"stage": 5}}),
+        "half.json": '{"zero_optimization": {"stage": 2}',
+        "empty.json": "{}",
+        "null.yaml": "stage: 2\ncomm:\n",
+        "twice.yaml": "stage: 2\nstage: 3\n",
+        "columns.yaml": "stage: 2\n  comm:\n    late_s: 60\n",
+        "equals.yaml": "stage = 2\n",
+        "nested.yaml": "zero:\n  stage: 2\n",
+        "arguments.yaml": "stage: 2\nper_device_train_batch_size: 8\n",
+        "train.sh": "python train.py\n",
         "out/checkpoint-2/trainer_state.json": "{}",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "binary.yaml").write_bytes(bytes(range(256)))
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
     GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(folder / "model")
 
@@ -169,7 +181,7 @@ MISTAKES: dict[str, Mistake] = {
     "a colon in place of =": _run("stage:2", "'stage:2'", "settings such as stage=2"),
     "semicolons": _run("'stage=2;comm.late_s=60'", "stage=2;comm.late_s=60", "separated by commas"),
     "a space after a comma": _run("stage=2, comm.late_s=60", "'comm.late_s=60'", "one word, with commas and no spaces"),
-    "a missing YAML file": _run("zero.yaml", "no file 'zero.yaml'", "that folder holds capital.yaml"),
+    "a missing YAML file": _run("zero.yaml", "no file 'zero.yaml'", "that folder holds .*capital.yaml"),
     "DeepSpeed's JSON file": _run("ds_config.json", "is a config of DeepSpeed", "`stage=2`"),
     "DeepSpeed's keys in YAML": _run("deepspeed.yaml", "is a config of DeepSpeed", "hf-zero migrate"),
     "a tab in YAML": _run("tab.yaml", r"tab.yaml is not valid YAML, line 3", "Indent with spaces"),
@@ -191,6 +203,32 @@ MISTAKES: dict[str, Mistake] = {
     "resume: true": _run("stage=2,checkpoint.resume=true", "`checkpoint.resume` is True", "asked, auto"),
     "the learning rate": _run("stage=2,learning_rate=1e-4", "`learning_rate`", "in the training arguments"),
     "the batch": _run("stage=2,train_batch_size=8", "`train_batch_size`", "in the training arguments"),
+    "a negative stage": _run("-1", "`stage` is -1", "allowed: 0, 1, 2, 3, auto"),
+    "half a stage": _run("2.5", r"'2\.5'", r"a stage \(0, 1, 2, 3, auto\)"),
+    "no stage in words": _run("none", "'none'", "For stage 0 say 0"),
+    "FSDP's word for a stage": _run("full_shard", "'full_shard'", "For stage 3 say 3"),
+    "a negative time": _run("stage=2,comm.late_s=-5", "`comm.late_s` is -5", "a number of seconds from"),
+    "disk for nvme": _run("stage=2,offload.optimizer=disk", "`offload.optimizer` is 'disk'", "none, cpu, nvme"),
+    "DeepSpeed's key": _run("stage=2,offload_optimizer=cpu", "`offload_optimizer`", r"here it is `offload\.optimizer`"),
+    "DeepSpeed's overlap": _run("stage=2,overlap_comm=true", "`overlap_comm`", "always overlaps, so leave it out"),
+    "gradient accumulation": _run(
+        "stage=2,gradient_accumulation_steps=4", "`gradient_accumulation_steps`", "in the training arguments"
+    ),
+    "fp16 as a setting": _run("stage=2,fp16=true", "`fp16`", "in the training arguments"),
+    "a folder without {step}": _run(
+        "checkpoint.on_signal=runs/x", "on_signal` is 'runs/x'", r"a folder that has \{step\}"
+    ),
+    "FSDP's JSON file": _run("fsdp.json", "it is FSDP's", "here it is `unit_modules`"),
+    "another suffix": _run("capital.yml", r"no file 'capital\.yml'", r"folder holds capital\.yaml"),
+    "a section without settings": _run("null.yaml", "`comm` is None", "a mapping of .*late_s"),
+    "a key twice in YAML": _run("twice.yaml", r"twice\.yaml is not valid YAML, line 2", "'stage' stands there twice"),
+    "different columns in YAML": _run(
+        "columns.yaml", r"columns\.yaml is not valid YAML, line 2", "start in the same column"
+    ),
+    "= in YAML": _run("equals.yaml", r"equals\.yaml holds str", "a mapping such as `stage: 2`"),
+    "a section named zero": _run("nested.yaml", "unknown key `zero`", "stand at the top"),
+    "training arguments in YAML": _run("arguments.yaml", "`per_device_train_batch_size`", "in the training arguments"),
+    "a YAML file of bytes": _run("binary.yaml", r"binary\.yaml is not text", "Give a YAML file such as"),
     "a setting twice": _run("stage=2,stage=3", "`stage` is given twice", "Give it once"),
     # hf-zero run
     "run without a config": _command("run train.py", "no config was given", "`--zero 2 script.py"),
@@ -210,6 +248,26 @@ MISTAKES: dict[str, Mistake] = {
     "--nproc_per_node": _command("run --zero 2 --nproc_per_node 4 train.py", "--nproc-per-node", "--num-processes"),
     "--gpus": _command("run --zero 2 --gpus 4 train.py", "No such option: --gpus", r"options: --num-processes\)"),
     "--bf16": _command("run --zero 2 --bf16 train.py", "No such option: --bf16", "--mixed-precision"),
+    "--master_port": _command("run --zero 2 --master_port 29500 x.py", "--master-port", r"options: --port\)"),
+    "--config_file": _command("run --zero 2 --config_file x.yaml x.py", "--config-file", r"options: --zero\)"),
+    "-n": _command("run --zero 2 -n 2 train.py", "No such option: -n", r"options: --num-processes\)"),
+    "--deepspeed": _command("run --zero 2 --deepspeed ds_config.json x.py", "--deepspeed", "hf-zero migrate"),
+    "--fsdp": _command("run --zero 2 --fsdp full_shard train.py", "No such option: --fsdp", "leave the option out"),
+    "--num_machines": _command(
+        "run --zero 2 --num_machines 2 train.py", "--num-machines", r"-m hf_zero\.run .*torchrun"
+    ),
+    "--nnodes of parity": _command("parity --zero 2 --nnodes 2 train.py", "--nnodes", r"-m hf_zero\.run .*torchrun"),
+    "torchrun before the script": _command(
+        "run --zero 2 torchrun train.py", "no script 'torchrun'", "Leave out `torchrun`"
+    ),
+    "accelerate before the script": _command(
+        "run --zero 2 accelerate launch train.py", "no script 'accelerate'", "Leave out `accelerate`"
+    ),
+    "a shell script": _command("run --zero 2 train.sh", r"'train\.sh' is no Python file", "in place of `python`"),
+    "a config for a script": _command("run --zero 2 tab.yaml", r"'tab\.yaml' is no Python file", "as `--zero FILE`"),
+    "--zero before the command": _command(
+        "--zero 2 train.py", "No such option: --zero", "hf-zero run --zero 2 train.py"
+    ),
     "no ranks": _command("run --zero 2 --num-processes 0 train.py", "--num-processes is 0", "from 1 on"),
     "ranks in words": _command("run --zero 2 --num-processes two x.py", "'--num-processes'", "valid integer"),
     "a port that is too large": _command("run --zero 2 --port 99999 train.py", "'--port'", "65535"),
@@ -219,6 +277,22 @@ MISTAKES: dict[str, Mistake] = {
     "sequences over 3 of 2 ranks": _command("run --cpu --zero 2 --sp 3 train.py", "--sp is 3", "divides the 2 ranks"),
     # Other commands
     "a command with a typo": _command("plna model", "No such command 'plna'", "'plan'"),
+    "accelerate's command": _command("launch --zero 2 train.py", "No such command 'launch'", "it is `hf-zero run`"),
+    "another word for run": _command("train --zero 2 train.py", "No such command 'train'", "it is `hf-zero run`"),
+    "plan of one stage": _command("plan model --stage 2", "No such option: --stage", "shows all stages"),
+    "GPUs in words": _command("plan model --gpus eight", "'--gpus'", "a valid integer"),
+    "negative memory": _command("plan model --gpu-memory -24GB", "'-24GB'", "bytes above 0"),
+    "an address for a name": _command(
+        "plan https://huggingface.co/bert-base-uncased", "https://huggingface.co/bert", r"a name of the Hub|OWNER/MODEL"
+    ),
+    "inspect a script": _command("inspect train.py", "train.py is a file", "give the folder"),
+    "half a JSON file": _command("migrate half.json", r"half\.json is not valid JSON", "line 1 column"),
+    "a stage that no engine has": _command("migrate stage5.json", "`stage` is 5", "Correct that file"),
+    "a JSON file of no engine": _command(
+        "migrate empty.json", "has no key of DeepSpeed's", "takes a DeepSpeed JSON file"
+    ),
+    "report of a missing folder": _command("report nowhere", "nowhere", "there is no folder nowhere"),
+    "parity of a typo": _command("parity --zero 2 trian.py", r"no script 'trian\.py'", r"nearest one is 'train\.py'"),
     "plan of nothing": _command("plan", "Missing argument 'model'", "Try 'hf-zero plan --help'"),
     "a name of the Hub with a typo": _command("plan bert-base-uncaesd", "bert-base-uncaesd", "HF_HUB_OFFLINE|folder"),
     "a folder with a typo": _command("plan ./modle", r"\./modle is no folder", "OWNER/MODEL"),
