@@ -16,8 +16,8 @@ from ..device import in_units
 from .disks import Disk
 from .faults import CheckpointError
 from .files import MARK, files_below, is_inside, replace_file, sync
-from .hashes import Chunk, FileRecord, by_file, hashes_of, refuse_changed, share_of
-from .manifest import MANIFEST_NAME, Manifest, row_file
+from .hashes import Chunk, FileRecord, by_file, hashes_of, refuse_changed, share_of, unhashed
+from .manifest import MANIFEST_NAME, Manifest, rank_of, row_file
 from .on_all_ranks import done_on_all_ranks, merged_on_all_ranks, on_all_ranks
 from .safetensors_headers import is_whole_safetensors
 
@@ -98,22 +98,26 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
     """
     own_name = f"{folder}/{MANIFEST_NAME}"
 
+    files: dict[str, FileRecord] = {}
     hashes: dict[Chunk, str] = {}
 
     def hash_own_part() -> _Lost:
         # Skip names which are invalid in a manifest: hf_zero did not write such files. Skip marks as well: ranks that are
         # faster have already stored their hashes in such files.
-        found = (n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n))
-        names = [name for name in found if not PurePosixPath(name).name.startswith(MARK)]
-        own = share_of({name: (root / name).stat().st_size for name in names}, disk.index, len(disk.ranks))
-        for name, indices in by_file(own).items():
+        below = (n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n))
+        names = [name for name in below if not PurePosixPath(name).name.startswith(MARK)]
+        files.update(
+            (name, unhashed((root / name).stat().st_size, most_chunks(name, manifest.world_size))) for name in names
+        )
+        for name, indices in by_file(share_of(files, disk.index, len(disk.ranks))).items():
             # The bytes must be on the disk before the manifest vouches for them: otherwise, a power cut could leave the
             # manifest without the values.
             sync(root / name)
             # Another library may have written and truncated a file. The hash of its bad content would be valid.
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
-            hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
+            found = hashes_of(root / name, indices, files[name].chunk_bytes)
+            hashes.update(((name, index), value) for index, value in found.items())
         if not disk.leads:
             _store_hashes(root, disk.rank, hashes)
         # Each rank looks for its own file, as each disk may have only some of the files. A process that converts a checkpoint
@@ -126,11 +130,11 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             raise CheckpointError(f"{folder}/{lost.file} has been written and is gone")
         if disk.leads:
             others = [_take_hashes(root, rank) for rank in disk.ranks if rank != disk.rank]
-            files = _records(root, [hashes, *others])
+            records = _hashed(files, [hashes, *others])
             written = [row_file(rank, manifest.world_size) for rank in manifest.writers()]
-            elsewhere = [file for file in written if f"{folder}/{file}" not in files]
+            elsewhere = [file for file in written if f"{folder}/{file}" not in records]
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
+            replace(manifest, files=records, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
             # A folder's list of names is data, too: without a sync of the folder, a power cut loses synced files.
             # Sync after the manifest is written, as its name is in such a list as well.
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
@@ -169,12 +173,30 @@ def _take_hashes(root: Path, rank: int) -> dict[Chunk, str]:
     return hashes
 
 
-def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:
+def _hashed(files: Mapping[str, FileRecord], parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:
     hashes = {chunk: value for part in parts for chunk, value in part.items()}
-    found: dict[str, list[str]] = {}
-    for name, index in sorted(hashes):
-        found.setdefault(name, []).append(hashes[name, index])
-    return {n: FileRecord(size=(root / n).stat().st_size, xxh3=tuple(values)) for n, values in found.items()}
+    due = {(name, index) for name, record in files.items() for index in range(record.chunks)}
+    # With too few or too many hashes of a file, the manifest could never be read.
+    if odd := sorted(due ^ hashes.keys()):
+        raise CheckpointError(f"{odd[0][0]} has changed while it was hashed. Let no other process write to this folder")
+    return {
+        name: replace(record, xxh3=tuple(hashes[name, index] for index in range(record.chunks)))
+        for name, record in sorted(files.items())
+    }
+
+
+_MOST_ROW_CHUNKS = 2**16
+"""Limit of the checksums of all row files, while a file has more than `_FEWEST_ROW_CHUNKS`: 1 MiB of a manifest."""
+_FEWEST_ROW_CHUNKS = 16
+
+
+def most_chunks(name: str, world_size: int) -> int | None:
+    """Returns the limit of the number of a file's checksums; None without one."""
+    # Every rank reads the checksums of all files, and with error feedback the row files grow with the model times the ranks. Few
+    # checksums suffice, because usually one rank verifies a whole row file. Each rank verifies many small parts of a weights
+    # file.
+    is_row_file = rank_of(PurePosixPath(name).name, world_size) is not None
+    return max(_FEWEST_ROW_CHUNKS, _MOST_ROW_CHUNKS // world_size) if is_row_file else None
 
 
 def commit(temporary: Path, final: Path, *, disk: Disk, merge: Merge) -> None:

@@ -17,11 +17,11 @@ from ..layout.boxes import Box
 from ..layout.intervals import EvenCuts, Interval, even_cuts, joined_intervals
 from .faults import CheckpointError, shown
 from .files import is_inside, refuse_links, replace_file
-from .hashes import HASH_DIGITS, FileRecord, Written, chunks_in
+from .hashes import HASH_DIGITS, FileRecord, Written
 from .json_files import is_shape, is_size, parse_json, read_text
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 WEIGHTS = "weights"
 """The kind of the rows with the model's own weights, in a checkpoint of layout `sharded`."""
@@ -34,7 +34,7 @@ _NESTED = "nested."
 """Prefix of the `scalars` entry which describes a list, tuple or dict in the optimizer's state."""
 
 _LARGEST_BYTES = 2**30
-"""Limit of a manifest's size. A 10 TB checkpoint has a manifest of about 700 MB, nearly all of it checksums."""
+"""Limit of a manifest's size. 70 B parameters on 4,096 ranks have a manifest of some MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,9 @@ class Manifest:
             "step": self.step,
             "written_at": self.written_at,
             "elsewhere": list(self.elsewhere),
-            "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
+            "files": {
+                name: [record.size, record.chunk_bytes, "".join(record.xxh3)] for name, record in self.files.items()
+            },
             "boxes": [[list(box.shape), box.ranges] for box in numbers],
         }
         text = _text({**content, "xxh3": _hash(content)})
@@ -376,7 +378,9 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
         elsewhere=_as_list(held["elsewhere"], "elsewhere", _as_text),
         files={
             name: _record(folder, name, *record)
-            for name, record in _as_mapping(held["files"], "files", _size_and_hashes).items()
+            for name, record in _as_mapping(
+                held["files"], "files", _record_parts if version >= _WITH_CHUNK_BYTES else _size_and_hashes
+            ).items()
         },
         save=_as_save(held.get("save", ""), "save"),
     )
@@ -384,6 +388,9 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
 
 _WITH_CUTS = 7
 """First format whose rows are `EvenCuts`."""
+
+_WITH_CHUNK_BYTES = 9
+"""First format whose files have chunks of different sizes."""
 
 _ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"} | {"boxes"}
 _FIELDS = {
@@ -394,6 +401,8 @@ _FIELDS = {
     6: _ALL_FIELDS,
     # Residuals of each rank as a kind.
     _WITH_CUTS: _ALL_FIELDS,
+    # Chunks of 256 KiB in all files.
+    8: _ALL_FIELDS,
     FORMAT_VERSION: _ALL_FIELDS,
 }
 """Format version → the fields of its manifest."""
@@ -507,22 +516,36 @@ def _weight(value: Any, what: str) -> SavedWeight:
     return SavedWeight(dtype=_as_text(dtype, f"{what}.dtype"), shape=_as_shape(shape, f"{what}.shape"))
 
 
-def _size_and_hashes(value: Any, what: str) -> tuple[int, str]:
+def _record_parts(value: Any, what: str) -> tuple[int, int, str]:
+    nbytes, chunk_bytes, xxh3 = _as_items(value, what, 3)
+    if _as_size(chunk_bytes, f"{what}.chunk_bytes") < 1:
+        raise _other(chunk_bytes, f"{what}.chunk_bytes", "at least 1")
+    return _as_size(nbytes, f"{what}.size"), chunk_bytes, _as_text(xxh3, f"{what}.xxh3")
+
+
+def _size_and_hashes(value: Any, what: str) -> tuple[int, int, str]:
+    """Parses the record of a file in formats before 9."""
     nbytes, xxh3 = _as_items(value, what, 2)
-    return _as_size(nbytes, f"{what}.size"), _as_text(xxh3, f"{what}.xxh3")
+    return _as_size(nbytes, f"{what}.size"), _CHUNK_BYTES_BEFORE, _as_text(xxh3, f"{what}.xxh3")
 
 
-def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
+_CHUNK_BYTES_BEFORE = 256 * 2**10
+"""Bytes per checksum of all files in formats before 9."""
+
+
+def _record(folder: Path, name: str, size: int, chunk_bytes: int, xxh3: str) -> FileRecord:
     if not is_inside(name):
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} names {name[:200]!r}, which is not inside its checkpoint."
         )
+    record = FileRecord(size=size, chunk_bytes=chunk_bytes)
     # Count here: the check of a file looks up hashes by chunk, and too few would raise an IndexError.
-    if len(xxh3) != HASH_DIGITS * chunks_in(size):
+    if len(xxh3) != HASH_DIGITS * record.chunks:
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} digits of checksums for {name!r} of {size} bytes."
         )
-    return FileRecord(size=size, xxh3=tuple(xxh3[at : at + HASH_DIGITS] for at in range(0, len(xxh3), HASH_DIGITS)))
+    hashes = (xxh3[at : at + HASH_DIGITS] for at in range(0, len(xxh3), HASH_DIGITS))
+    return dataclasses.replace(record, xxh3=tuple(hashes))
 
 
 def _is_as_written(content: dict[str, Any], text: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..layout.intervals import Interval, joined_intervals
-from .hashes import CHUNK_BYTES, Chunk, chunks_in
+from .hashes import Chunk, FileRecord
 from .manifest import (
     WEIGHTS,
     Manifest,
@@ -24,7 +24,7 @@ from .safetensors_headers import tensors_in
 def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) -> list[Chunk]:
     """Returns the chunks of a checkpoint's recorded files for one of `world_size` ranks to verify.
 
-    If several ranks will load parts of a chunk, each of them verifies it. All ranks verify the headers of safetensors files.
+    If several ranks will load parts of a chunk, each of them verifies it. All ranks verify the headers of the weights files.
     The time depends on the number of parameters and on this rank's chunks, not on the number of ranks that wrote the
     checkpoint.
 
@@ -35,7 +35,9 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
     owned = _owned_rows(manifest, writers)
     chunks = []
     for name, whole in _whole_files(manifest, writers).items():
-        tensors = tensors_in(root / name) if name.endswith(".safetensors") else {}
+        # Not of the ranks' files: the bytes of all their headers grow with parameters times ranks.
+        is_weights = name.endswith(".safetensors") and _writer(name, manifest) is None
+        tensors = tensors_in(root / name) if is_weights else {}
         runs = [
             _Run(begin=begin, itemsize=itemsize, rows=rows, place=place, writers=writers)
             for tensor, (begin, itemsize) in tensors.items()
@@ -43,10 +45,10 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
         ]
         # Every rank checks the headers: with a damaged header, a rank would load bytes outside of its verified chunks.
         header_bytes = min((begin for begin, _ in tensors.values()), default=0)
-        indices = set(range(min(chunks_in(whole.nbytes), -(-header_bytes // CHUNK_BYTES))))
+        indices = set(range(min(whole.record.chunks, -(-header_bytes // whole.record.chunk_bytes))))
         for run in runs:
-            indices.update(run.chunks_of(rank, world_size, whole.nbytes))
-        for gap in _chunks_between([run.bytes for run in runs], whole.nbytes):
+            indices.update(run.chunks_of(rank, world_size, whole.record))
+        for gap in _chunks_between([run.bytes for run in runs], whole.record):
             indices.update(whole.chunks_of(gap, rank, world_size))
         chunks += [(name, index) for index in sorted(indices)]
     return chunks
@@ -61,20 +63,20 @@ def _reader(position: float, world_size: int) -> int:
     return min(world_size - 1, int(position * world_size))
 
 
-def _chunks_between(runs: Iterable[Interval], nbytes: int) -> Iterator[range]:
+def _chunks_between(runs: Iterable[Interval], record: FileRecord) -> Iterator[range]:
     """Yields the ranges of a file's chunks without a byte of the runs."""
     at = 0
     for run in joined_intervals(run for run in runs if run.numel):
-        yield range(at, run.start // CHUNK_BYTES)
-        at = -(-run.stop // CHUNK_BYTES)
-    yield range(at, chunks_in(nbytes))
+        yield range(at, run.start // record.chunk_bytes)
+        at = -(-run.stop // record.chunk_bytes)
+    yield range(at, record.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeFile:
-    """A file of `nbytes`. `first` to `last`: its relative position among the bytes of all ranks, within 0 to 1."""
+    """A file. `first` to `last`: its relative position among the bytes of all ranks, within 0 to 1."""
 
-    nbytes: int
+    record: FileRecord
     first: float
     last: float
 
@@ -82,8 +84,8 @@ class _WholeFile:
         """Returns the part of `chunks` for this rank to verify."""
 
         def reader(index: int) -> int:
-            middle = (index * CHUNK_BYTES + min(self.nbytes, (index + 1) * CHUNK_BYTES)) // 2
-            return _reader(self.first + (self.last - self.first) * middle / max(1, self.nbytes), world_size)
+            middle = index * self.record.chunk_bytes + self.record.bytes_of(index) // 2
+            return _reader(self.first + (self.last - self.first) * middle / max(1, self.record.size), world_size)
 
         return chunks[bisect_left(chunks, rank, key=reader) : bisect_right(chunks, rank, key=reader)]
 
@@ -110,7 +112,7 @@ class _Run:
         start, stop = self.rows.cuts.whole
         return Interval(self.begin + start * self.itemsize, self.begin + stop * self.itemsize)
 
-    def chunks_of(self, rank: int, world_size: int, file_bytes: int) -> Iterator[int]:
+    def chunks_of(self, rank: int, world_size: int, file: FileRecord) -> Iterator[int]:
         """Yields the chunks whose writer's relative position is this rank's."""
         every = range(len(self.rows.ranks))
         first, last = self.place
@@ -123,8 +125,8 @@ class _Run:
         for index in own:
             start, stop = self.rows.cuts.interval(index)
             begin, end = self.begin + start * self.itemsize, self.begin + stop * self.itemsize
-            for chunk in range(begin // CHUNK_BYTES, -(-min(end, file_bytes) // CHUNK_BYTES)):
-                middle = (max(begin, chunk * CHUNK_BYTES) + min(end, (chunk + 1) * CHUNK_BYTES)) // 2
+            for chunk in range(begin // file.chunk_bytes, -(-min(end, file.size) // file.chunk_bytes)):
+                middle = (max(begin, chunk * file.chunk_bytes) + min(end, (chunk + 1) * file.chunk_bytes)) // 2
                 fraction = first + (last - first) * (middle - begin) / max(1, end - begin)
                 if _reader(self._position(index, fraction), world_size) == rank:
                     yield chunk
@@ -146,7 +148,7 @@ def _whole_files(manifest: Manifest, writers: Sequence[int]) -> dict[str, _Whole
             before += record.size
         else:
             first, last = numbers[writer] / len(writers), (numbers[writer] + 1) / len(writers)
-        files[name] = _WholeFile(nbytes=record.size, first=first, last=last)
+        files[name] = _WholeFile(record=record, first=first, last=last)
     return files
 
 

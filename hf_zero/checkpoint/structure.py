@@ -10,7 +10,7 @@ from ..layout.boxes import Box
 from ..layout.intervals import Interval, doubly_covered, uncovered
 from .faults import CheckpointError, shown
 from .files import files_below, sync
-from .hashes import FileRecord, chunks_in, hashes_of
+from .hashes import record_of
 from .json_files import read_mapping
 from .manifest import (
     MANIFEST_NAME,
@@ -106,6 +106,7 @@ def structure_faults(
         if further.save != manifest.save:
             faults.append(f"{other.name} is of {named_save(further.save)}, and {folder} of {manifest.identity}")
         faults += of_rows(other, further)
+    faults += _cut_files(checkpoint, manifest, rank, world_size)
     if rank:
         return faults
     return [
@@ -150,14 +151,21 @@ def row_faults(manifest: Manifest) -> list[str]:
     return faults
 
 
+def _cut_files(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> Iterator[str]:
+    """Yields the truncated files of this rank's share."""
+    names = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    for name in names[rank::world_size]:
+        if (checkpoint / name).is_file() and not is_whole_safetensors(checkpoint / name):
+            yield f"{name} is cut off or damaged"
+
+
 def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterator[str]:
-    """Yields truncated files, and files without a checksum which a resume would read."""
+    """Yields files without a checksum which a resume would read."""
     from_elsewhere = {f"{folder}/{file}" for file in manifest.elsewhere}
     for name in files_below(checkpoint):
         if name in manifest.files:
-            if name.endswith(".safetensors") and not is_whole_safetensors(checkpoint / name):
-                yield f"{name} is cut off or damaged"
-        elif name not in from_elsewhere and _is_read_back(name, folder) and not may_be_edited(name, folder):
+            continue
+        if name not in from_elsewhere and _is_read_back(name, folder) and not may_be_edited(name, folder):
             yield f"{name} is not among the files that {MANIFEST_NAME} vouches for"
 
 
@@ -190,8 +198,7 @@ def accept_edits(checkpoint: Path, folder: str) -> None:
         path = checkpoint / name
         if path.is_file():
             sync(path)
-            size = path.stat().st_size
-            files[name] = FileRecord(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
+            files[name] = record_of(path)
     manifest.with_files(dict(sorted(files.items()))).write(checkpoint / folder)
     sync(checkpoint / folder)
 

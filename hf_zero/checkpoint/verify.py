@@ -1,17 +1,18 @@
 """Verifies a checkpoint, and finds the newest good one."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..comm.all_or_none import Exchange
 from ..extras import MissingExtraError, extra
+from ..layout.intervals import Interval
 from .disks import Disk
 from .faults import CheckpointError, shown
-from .files import entry_faults, files_below, no_folder
-from .hashes import Progress, faults_of, untold
+from .files import entry_faults, files_below, is_inside, no_folder
+from .hashes import Chunk, FileRecord, Progress, by_file, hashes_of, untold
 from .json_files import read_mapping
 from .manifest import (
     MANIFEST_NAME,
@@ -21,8 +22,11 @@ from .manifest import (
 from .origin import is_foreign
 from .own_chunks import own_chunks
 from .run_log import STATE_NAME
-from .safetensors_headers import is_whole_safetensors
+from .safetensors_headers import is_whole_safetensors, spans_in
 from .structure import added_files, in_words, may_be_edited, structure_faults, unreadable_files
+
+_MOST_NAMES = 3
+"""How many tensors the fault of a file names."""
 
 _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
 
@@ -174,6 +178,58 @@ def find_good(
             return path, passed
         passed.append(Candidate(path=path, faults=found.faults))
     return None, passed
+
+
+def faults_of(
+    folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
+) -> list[tuple[str, str]]:
+    """Lists (name, fault in words) for these chunks of recorded files: missing files, wrong sizes, changed content."""
+    total = sum(records[name].bytes_of(index) for name, index in chunks)
+    done = 0
+
+    def on_read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(min(done, total), total)
+
+    return [
+        (name, fault)
+        for name, indices in by_file(chunks).items()
+        for fault in _faults_of_file(folder, name, records[name], indices, on_read)
+    ]
+
+
+def _faults_of_file(
+    folder: Path, name: str, record: FileRecord, indices: Sequence[int], on_read: Callable[[int], None]
+) -> list[str]:
+    path = folder / name
+    # Check in order of cost, and the name first: with `..` in a name, any file of the user's would be read.
+    if not is_inside(name):
+        return [f"the manifest names {name!r}, which is not inside the folder"]
+    if not path.is_file():
+        return [f"{name} is missing"]
+    if path.stat().st_size != record.size:
+        return [f"{name} has {path.stat().st_size} bytes instead of {record.size}"]
+    try:
+        found = hashes_of(path, indices, record.chunk_bytes, on_read)
+    except OSError as error:
+        return [f"{name} cannot be read ({error})"]
+    bad = [index for index, value in found.items() if value != record.xxh3[index]]
+    if not bad:
+        return []
+    return [
+        f"{name} has other contents than were written ({len(bad)} damaged pieces of {record.chunk_bytes} bytes, the first at "
+        f"{bad[0] * record.chunk_bytes}{_named_tensors(path, record, bad)})"
+    ]
+
+
+def _named_tensors(path: Path, record: FileRecord, indices: Sequence[int]) -> str:
+    """Names the tensors of a safetensors file in these chunks, for an error."""
+    chunks = [Interval(index * record.chunk_bytes, (index + 1) * record.chunk_bytes) for index in indices]
+    spans = (spans_in(path) or {}) if path.suffix == ".safetensors" else {}
+    names = [n for n, span in spans.items() if any(Interval(span.begin, span.end).intersect(chunk) for chunk in chunks)]
+    further = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f", in {', '.join(shown(name) for name in names[:_MOST_NAMES])}{further}" if names else ""
 
 
 def _faults_of_plain(checkpoint: Path) -> list[str]:

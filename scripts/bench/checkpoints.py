@@ -33,9 +33,9 @@ from tables import show_and_keep
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
 
-from hf_zero.checkpoint.commit import seal
+from hf_zero.checkpoint.commit import most_chunks, seal
 from hf_zero.checkpoint.disks import Disk
-from hf_zero.checkpoint.hashes import HASH_DIGITS, FileRecord, chunks_in
+from hf_zero.checkpoint.hashes import CHUNK_BYTES, HASH_DIGITS, FileRecord, unhashed
 from hf_zero.checkpoint.live_pieces import lay_out
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
 from hf_zero.checkpoint.reader import CheckpointReader
@@ -337,10 +337,35 @@ def received_in_seal(manifest: Manifest, ranks: int) -> int:
     return received
 
 
+def recorded(nbytes: list[int]) -> dict[str, FileRecord]:
+    """Returns the records that a save makes of the ranks' files of these sizes."""
+    names = {f"zero/{row_file(rank, len(nbytes))}": size for rank, size in enumerate(nbytes)}
+    files = {name: unhashed(size, most_chunks(name, len(nbytes))) for name, size in names.items()}
+    return {name: dataclasses.replace(file, xxh3=("0" * HASH_DIGITS,) * file.chunks) for name, file in files.items()}
+
+
+def digits_of(records: Iterable[FileRecord]) -> int:
+    return HASH_DIGITS * sum(record.chunks for record in records)
+
+
+def digits_in_format_8(nbytes: list[int]) -> int:
+    return digits_of(FileRecord(size=size, chunk_bytes=CHUNK_BYTES) for size in nbytes)
+
+
+def header_bytes(held: Held) -> int:
+    """Returns the bytes of the header of a rank's file."""
+    entries = {
+        f"{kind}/{name}": {"dtype": "F32", "shape": [interval.numel], "data_offsets": [10**9, 10**9]}
+        for kind in KINDS
+        for name, interval in held
+    }
+    return len(json.dumps(entries, separators=(",", ":")))
+
+
 def show_manifests() -> None:
     print(
-        "model  ranks       rows  entries       bytes  without checksums  write s  read s  received  in a list  merge s"
-        "  received in seal"
+        "model  ranks       rows  entries       bytes  checksums  in format 8  write s  read s  header  received  in a list"
+        "  merge s  received in seal"
     )
     for model, sizes in LARGE.items():
         for ranks in WORLD_SIZES:
@@ -348,10 +373,8 @@ def show_manifests() -> None:
             merged, received, merge_s = merge_rows(specs, held)
             own = pickle.dumps(rows_of(specs, held, [0]))
             numels = [len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held]
-            records = [FileRecord(size=4 * each, xxh3=("0" * 16,) * chunks_in(4 * each)) for each in numels]
-            manifest = merged.manifest(ranks, 3, ()).with_files(
-                {f"zero/{row_file(rank, ranks)}": record for rank, record in enumerate(records)}
-            )
+            sizes_of_files = [4 * numel for numel in numels]
+            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(sizes_of_files))
             rows = len(KINDS) * sum(map(len, held))
             assert sum(len(each.ranks) for each in manifest.rows) == rows
             with tempfile.TemporaryDirectory() as folder:
@@ -365,26 +388,28 @@ def show_manifests() -> None:
                 read_s = clocks.spent().cpu_s
                 assert back == manifest
                 nbytes = (path / MANIFEST_NAME).stat().st_size
-            checksums = sum(len("".join(record.xxh3)) for record in manifest.files.values())
             print(
-                f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  {nbytes - checksums:>17,}  "
-                f"{write_s:>7.2f} {read_s:>7.2f}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}  "
+                f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  "
+                f"{digits_of(manifest.files.values()):>9,}  {digits_in_format_8(sizes_of_files):>11,}  {write_s:>7.2f} "
+                f"{read_s:>7.2f}  {header_bytes(held[0]):>6,}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}  "
                 f"{received_in_seal(manifest, ranks):>16,}",
                 flush=True,
             )
 
 
 def show_residuals() -> None:
-    """Prints the same of error feedback, with which each rank saves a residual of the whole model. Checksums are left out."""
-    print("model  ranks  entries of residuals       bytes  in format 7  read s  received  checksums of residuals")
+    """Prints the same of error feedback, with which each rank saves a residual of the whole model."""
+    print(
+        "model  ranks  entries of residuals       bytes  checksums  in format 8  rows in format 7  write s  read s  received"
+    )
     for model, sizes in LARGE.items():
         for ranks in WORLD_SIZES:
             specs, held = held_by(*sizes, ranks)
             merged, received, _ = merge_rows(specs, held, residuals=True)
-            record = FileRecord(size=0, xxh3=("0" * 16,))
-            manifest = merged.manifest(ranks, 3, ()).with_files(
-                {f"zero/{row_file(rank, ranks)}": record for rank in range(ranks)}
-            )
+            sizes_of_files = [
+                2 * sizes[1] + 4 * len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held
+            ]
+            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(sizes_of_files))
             entries = [rows for rows in manifest.rows if rows.kind == "residual.*"]
             # A kind, and a row with a kind, a name, a dtype and seven numbers, for each rank.
             before = sum(
@@ -395,16 +420,17 @@ def show_residuals() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "zero"
                 path.mkdir()
+                clocks = Clocks()
                 manifest.write(path)
+                write_s = clocks.spent().cpu_s
                 clocks = Clocks()
                 with CheckpointReader(path) as reader:
                     assert all(len(reader.kinds_of(spec.name)) == len(KINDS) + ranks for spec in specs)
                 read_s = clocks.spent().cpu_s
                 nbytes = (path / MANIFEST_NAME).stat().st_size
-            checksums = ranks * HASH_DIGITS * chunks_in(2 * sizes[1])
             print(
-                f"{model:>5}  {ranks:>5}  {len(entries):>20,}  {nbytes:>10,}  {before:>11,}  {read_s:>6.2f}  {received:>8,}"
-                f"  {checksums:>22,}",
+                f"{model:>5}  {ranks:>5}  {len(entries):>20,}  {nbytes:>10,}  {digits_of(manifest.files.values()):>9,}  "
+                f"{digits_in_format_8(sizes_of_files):>11,}  {before:>16,}  {write_s:>7.2f}  {read_s:>6.2f}  {received:>8,}",
                 flush=True,
             )
 

@@ -8,9 +8,9 @@ import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate_job import make_accelerator
 from cells import examples, short_of, short_rows
-from hostile_folders import list_rows, resign
+from hostile_folders import as_format_8, list_rows, resign
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,16 +32,15 @@ from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
 import hf_zero
 from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import hashes
-from hf_zero.checkpoint import own_chunks as sharing
-from hf_zero.checkpoint.commit import seal
+from hf_zero.checkpoint.commit import most_chunks, seal
 from hf_zero.checkpoint.disks import Disk
 from hf_zero.checkpoint.faults import CheckpointError
-from hf_zero.checkpoint.hashes import CHUNK_BYTES, FileRecord, chunks_in, share_of
+from hf_zero.checkpoint.hashes import CHUNK_BYTES, FileRecord, share_of, unhashed
 from hf_zero.checkpoint.manifest import Manifest, SavedRow, joined_rows, row_file
 from hf_zero.checkpoint.own_chunks import own_chunks
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.rows import RowsOfRanks, plan_rows, versions_of, write_pieces
-from hf_zero.checkpoint.safetensors_headers import tensors_in
+from hf_zero.checkpoint.safetensors_headers import spans_in, tensors_in
 from hf_zero.checkpoint.structure import row_faults
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.engine.engine import ZeroEngine
@@ -87,7 +86,9 @@ def save_of_ranks(folder, rows_of_ranks, scalars=None) -> Manifest:
     for _, pieces in planned:
         manifest = write_pieces(pieces, folder, lambda value: value, 0, manifest)
     files = [row_file(rank, len(ranks)) for rank in ranks]
-    manifest = manifest.with_files({f"{folder.name}/{file}": FileRecord(size=0, xxh3=("0" * 16,)) for file in files})
+    manifest = manifest.with_files(
+        {f"{folder.name}/{file}": FileRecord(size=0, chunk_bytes=CHUNK_BYTES, xxh3=("0" * 16,)) for file in files}
+    )
     manifest.write(folder)
     return manifest
 
@@ -106,6 +107,12 @@ def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
 
 
 sizes = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(["a", "b"])), min_size=1, max_size=8)
+
+
+def of_size(nbytes: int, name: str, world_size: int) -> FileRecord:
+    """Returns the record that a save makes of a file of this size."""
+    record = unhashed(nbytes, most_chunks(name, world_size))
+    return replace(record, xxh3=("0" * 16,) * record.chunks)
 
 
 def assert_can_be_read(folder, sizes, intact, cap, shards, parts, random) -> None:
@@ -152,7 +159,10 @@ def assert_can_be_read(folder, sizes, intact, cap, shards, parts, random) -> Non
     some, others = of_rank[at:] + of_rank[: at // 2], of_rank[:at]
     random.shuffle(others)
     merged = [reduce(RowsOfRanks.merged, each) for each in (some, others) if each]
-    files = {f"zero/{row_file(rank, shards * parts)}": FileRecord(size=0, xxh3=("0" * 16,)) for rank in rows}
+    files = {
+        f"zero/{row_file(rank, shards * parts)}": FileRecord(size=0, chunk_bytes=CHUNK_BYTES, xxh3=("0" * 16,))
+        for rank in rows
+    }
     manifest = reduce(RowsOfRanks.merged, merged).manifest(shards * parts, 2, ()).with_files(files)
     # One entry for all ranks that share a tensor, in any order of the values.
     assert len(manifest.rows) <= 3 * parts * len(specs) + (parts == 1)
@@ -163,8 +173,17 @@ def assert_can_be_read(folder, sizes, intact, cap, shards, parts, random) -> Non
     assert len(expanded) == len(listed) and set(expanded) == set(listed)
     assert manifest.writers() == sorted({row.rank for row in listed}) and row_faults(manifest) == []
     folder.mkdir()
+    nbytes = [0, 1, CHUNK_BYTES + 1, random.randrange(10**10), 10**13]
+    random.shuffle(nbytes)
+    written = manifest.with_files(
+        {name: of_size(nbytes[number % 5], name, shards * parts) for number, name in enumerate(files)}
+    )
+    written.write(folder)
+    assert Manifest.read(folder) == written
+    # However large the files are.
+    checksums = sum(record.chunks for record in written.files.values())
+    assert checksums <= max(2**16, 16 * len(files))
     manifest.write(folder)
-    assert Manifest.read(folder) == manifest
     resign(folder.parent, list_rows)
     before = Manifest.read(folder)
     assert json.loads((folder / "manifest.json").read_text())["format_version"] == 6
@@ -401,15 +420,19 @@ def test_other_models_and_optimizers_are_refused(tmp_path):
         load_engine(fewer, tmp_path / ZERO_FOLDER)
 
 
-@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.none() | st.integers(1, 100)), min_size=1, max_size=8),
+    st.integers(1, 9),
+)
 def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
-    named = {f"file{i}": size for i, size in enumerate(sizes)}
-    verify = [share_of(named, rank, world_size) for rank in range(world_size)]
-    everything = [(name, index) for name, size in named.items() for index in range(chunks_in(size))]
+    files = {f"file{i}": unhashed(size, most) for i, (size, most) in enumerate(sizes)}
+    verify = [share_of(files, rank, world_size) for rank in range(world_size)]
+    everything = [(name, index) for name, file in files.items() for index in range(file.chunks)]
     assert sorted(chunk for share in verify for chunk in share) == sorted(everything)
+    assert all(file.chunks <= most for file, (_, most) in zip(files.values(), sizes) if most)
     for share in verify:
-        nbytes = sum(min(CHUNK_BYTES, named[name] - index * CHUNK_BYTES) for name, index in share)
-        assert nbytes <= sum(sizes) / world_size + CHUNK_BYTES
+        nbytes = sum(files[name].bytes_of(index) for name, index in share)
+        assert nbytes <= sum(size for size, _ in sizes) / world_size + max(file.chunk_bytes for file in files.values())
 
 
 def test_an_error_of_the_reader_does_not_repeat_a_long_name_of_the_checkpoint(tmp_path):
@@ -501,7 +524,6 @@ def test_a_ranks_checksums_go_to_the_writer_of_its_disks_manifest_alone(tmp_path
 
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
     monkeypatch.setattr(hashes, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(sharing, "CHUNK_BYTES", 1000)
     manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
     (tmp_path / "other").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
@@ -521,6 +543,58 @@ def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_th
         for rank in range(3)
         for fault in checkpoint_faults(tmp_path, "zero", rank=rank, world_size=3)
     )
+
+
+@pytest.mark.parametrize("readers", [1, 3, 7])
+def test_a_flipped_bit_of_a_ranks_file_is_found_in_chunks_that_grow_with_the_file(readers, tmp_path, monkeypatch):
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", 16)
+    monkeypatch.setattr("hf_zero.checkpoint.commit._MOST_ROW_CHUNKS", 20)
+    monkeypatch.setattr("hf_zero.checkpoint.commit._FEWEST_ROW_CHUNKS", 4)
+    edges = itertools.pairwise([0, 8, 29, 30])
+    rows = [[(k, "w", Interval(a, b), torch.randn(b - a)) for k in ("exp_avg", "exp_avg_sq")] for a, b in edges]
+    manifest = save_of_ranks(tmp_path / "zero", rows)
+    seal(tmp_path, manifest, folder="zero", within="", disk=Disk.shared(), merge=lambda value: value)
+    for name, record in Manifest.read(tmp_path / "zero").files.items():
+        assert 1 < record.chunks <= 6 and record.chunk_bytes > 16 and record.chunk_bytes % 16 == 0
+        written = (tmp_path / name).read_bytes()
+        spans = spans_in(tmp_path / name)
+        for position in range(0, len(written), 11):
+            (tmp_path / name).write_bytes(written[:position] + bytes([written[position] ^ 4]) + written[position + 1 :])
+            found = [checkpoint_faults(tmp_path, "zero", rank=rank, world_size=readers) for rank in range(readers)]
+            assert any(fault.startswith(f"{name} has other contents") for faults in found for fault in faults)
+            for tensor, span in spans.items():
+                if span.begin <= position < span.end:
+                    assert any(tensor in fault for faults in found for fault in faults)
+        (tmp_path / name).write_bytes(written)
+    assert not any(checkpoint_faults(tmp_path, "zero", rank=rank, world_size=readers) for rank in range(readers))
+
+
+def test_a_checkpoint_of_format_8_is_verified_by_its_chunks(tmp_path):
+    manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
+    content = bytearray(2 * CHUNK_BYTES + 5)
+    (tmp_path / "other").write_bytes(content)
+    seal(tmp_path, manifest, folder="zero", within="", disk=Disk.shared(), merge=lambda value: value)
+    now = Manifest.read(tmp_path / "zero")
+    resign(tmp_path, as_format_8)
+    assert json.loads((tmp_path / "zero" / "manifest.json").read_text())["files"]["other"][0] == 2 * CHUNK_BYTES + 5
+    assert Manifest.read(tmp_path / "zero") == now and now.files["other"].chunks == 3
+    assert checkpoint_faults(tmp_path, "zero") == []
+    content[CHUNK_BYTES + 7] ^= 1
+    (tmp_path / "other").write_bytes(content)
+    [fault] = checkpoint_faults(tmp_path, "zero")
+    assert f"(1 damaged pieces of {CHUNK_BYTES} bytes, the first at {CHUNK_BYTES})" in fault
+
+
+def test_a_file_that_changes_while_ranks_hash_it_is_not_recorded(tmp_path, monkeypatch):
+    manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
+    (tmp_path / "other").write_bytes(bytes(3))
+    monkeypatch.setattr("hf_zero.checkpoint.commit.hashes_of", lambda path, indices, chunk_bytes: {})
+    (tmp_path / "zero" / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"could not write the manifest of .*: other has changed while it was hashed"
+    ):
+        seal(tmp_path, manifest, folder="zero", within="", disk=Disk.shared(), merge=lambda value: value)
+    assert not (tmp_path / "zero" / "manifest.json").exists()
 
 
 @given(
@@ -560,20 +634,26 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
         rows=joined_rows(rows),
         scalars={},
         optimizers=(),
-        files={name: FileRecord(size=size, xxh3=("",) * chunks_in(size)) for name, size in sizes.items()},
+        files={
+            # Chunks of different sizes: a rank's file may have larger ones.
+            name: FileRecord(size=size, chunk_bytes=700 if name.startswith("zero") else 512)
+            for name, size in sizes.items()
+        },
     )
-    with mock.patch.object(hashes, "CHUNK_BYTES", 512), mock.patch.object(sharing, "CHUNK_BYTES", 512):
-        looked_at = [set(own_chunks(folder, manifest, rank=rank, world_size=readers)) for rank in range(readers)]
-        everything = {(name, index) for name, size in sizes.items() for index in range(chunks_in(size))}
-        assert set().union(*looked_at) == everything
-        assert all(("model.safetensors", 0) in chunks for chunks in looked_at)
-        header_bytes = min(begin for begin, _ in tensors_in(folder / "model.safetensors").values())
-        if readers == writers:
-            for rank, part in enumerate(parts):
-                loads = sizes[f"zero/{row_file(rank, writers)}"] + 4 * sum(interval.numel for interval in part.values())
-                mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
-                # Two chunks at each of four edges, and the header's.
-                assert 512 * len(mine) <= loads + 512 * 8 + header_bytes
+    looked_at = [set(own_chunks(folder, manifest, rank=rank, world_size=readers)) for rank in range(readers)]
+    everything = {(name, index) for name, file in manifest.files.items() for index in range(file.chunks)}
+    assert set().union(*looked_at) == everything
+    assert all(("model.safetensors", 0) in chunks for chunks in looked_at)
+    header_bytes = min(begin for begin, _ in tensors_in(folder / "model.safetensors").values())
+    if readers == writers:
+        for rank, part in enumerate(parts):
+            own = f"zero/{row_file(rank, writers)}"
+            loads = sizes[own] + 4 * sum(interval.numel for interval in part.values())
+            mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
+            # Two chunks at each of four edges, and the header's.
+            assert 512 * len(mine) <= loads + 512 * 8 + header_bytes
+            # No chunk of another rank's file.
+            assert {name for name, _ in mine} <= {"model.safetensors", own}
 
 
 # ---- on other numbers of ranks ----

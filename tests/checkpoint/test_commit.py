@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import short_of
-from hostile_folders import list_rows, record_of, resign
+from hostile_folders import list_rows, resign
 from ranks import PRELOADED_MODULES, joined_process_group
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, history, make_trainer
@@ -41,7 +41,7 @@ from hf_zero.checkpoint.commit import begin, clear_leftovers, commit, temporary_
 from hf_zero.checkpoint.disks import Disk, find_disk
 from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.files import files_below
-from hf_zero.checkpoint.hashes import FileRecord
+from hf_zero.checkpoint.hashes import FileRecord, record_of
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
@@ -706,7 +706,7 @@ def test_damaged_files_are_named(damage, says, checkpoint):
 
 
 def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_zero.checkpoint.hashes.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("hf_zero.checkpoint.verify.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
     faults = checkpoint_faults(checkpoint, "zero")
     assert any(fault.startswith(f"{ROWS} cannot be read ([Errno 5]") for fault in faults)
 
@@ -715,7 +715,9 @@ def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(checkpoint, monkeypa
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(outside, checkpoint):
     (checkpoint.parent.parent / "x").write_text("somewhere else")
     manifest = Manifest.read(checkpoint / "zero")
-    manifest.with_files({**manifest.files, outside: FileRecord(size=14, xxh3=("0" * 16,))}).write(checkpoint / "zero")
+    manifest.with_files({**manifest.files, outside: FileRecord(size=14, chunk_bytes=14, xxh3=("0" * 16,))}).write(
+        checkpoint / "zero"
+    )
     [fault] = checkpoint_faults(checkpoint, "zero")
     assert f"manifest.json names {outside!r}, which is not inside its checkpoint" in fault
 

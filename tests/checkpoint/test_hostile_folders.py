@@ -790,7 +790,7 @@ OBEYED = "\x1b[2J\x1b]0;t\x07\x9b31m\u202e\u200b\x7f\x00\r\n\u2028\x85"
 
 
 def odd_manifest(folder: Path) -> None:
-    resign(folder, lambda content: content["files"].update({f"{OBEYED}red": [0, "0" * 16]}))
+    resign(folder, lambda content: content["files"].update({f"{OBEYED}red": [0, 1, "0" * 16]}))
 
 
 def odd_values_of_a_manifest(folder: Path) -> None:
@@ -892,7 +892,7 @@ def unreadable(checkpoint: Path) -> None:
 
 
 def too_long(checkpoint: Path) -> None:
-    resign(checkpoint, lambda content: content["files"].update({"a" * 5000: [0, "0" * 16]}))
+    resign(checkpoint, lambda content: content["files"].update({"a" * 5000: [0, 1, "0" * 16]}))
 
 
 class OfAScript:

@@ -13,18 +13,13 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.hashes import FileRecord, chunks_in, hashes_of
+from hf_zero.checkpoint.hashes import record_of
 from hf_zero.cli.app import app
 from hf_zero.extras import is_installed
 from hf_zero.hub.upload import HubError
 from hf_zero.integrations.run_facts import card_facts
 
 MANIFEST = "zero/manifest.json"
-
-
-def record_of(path: Path) -> FileRecord:
-    size = path.stat().st_size
-    return FileRecord(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
 
 
 def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: None, folder: str = "zero") -> None:
@@ -36,11 +31,24 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
     for name in content["files"]:
         if (checkpoint / name).is_file():
             record = record_of(checkpoint / name)
-            content["files"][name] = [record.size, "".join(record.xxh3)]
+            content["files"][name] = [record.size, record.chunk_bytes, "".join(record.xxh3)]
+            if content["format_version"] < 9:
+                without_chunk_bytes(content["files"][name])
     change(content)
     content.pop("xxh3", None)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
     path.write_text(json.dumps({**content, "xxh3": digest}, indent=1))
+
+
+def without_chunk_bytes(record: list) -> None:
+    """Converts the record of a file to formats before 9, whose chunks all have 256 KiB."""
+    assert record.pop(1) == 256 * 2**10
+
+
+def as_format_8(content: dict) -> None:
+    for record in content["files"].values():
+        without_chunk_bytes(record)
+    content["format_version"] = 8
 
 
 def list_rows(content: dict, *, by_number: bool = True) -> None:
@@ -49,6 +57,7 @@ def list_rows(content: dict, *, by_number: bool = True) -> None:
     Args:
         by_number: gives the residual of each rank a kind with its number, as that format has it. Each has to be on one rank.
     """
+    as_format_8(content)
     rows, boxes, kinds = [], {}, {name: dict.fromkeys(kinds) for name, kinds in content["kinds"].items()}
     for kind, name, dtype, box, first, step, start, cut, numel, stop in content["rows"]:
         whole, ranges = (None, None) if box is None else content["boxes"][box]
