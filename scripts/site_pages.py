@@ -79,8 +79,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Redirects links to pages of the site, links configs and recipes to files, and adds a recipe's script to its page."""
     markdown = re.sub(r"\]\(\.\./README\.md(#[^)]*)?\)", lambda found: f"](index.md{found[1] or ''})", markdown)
     markdown = re.sub(r"\]\((notebooks/[\w-]+)\.ipynb\)", r"](\1.md)", markdown)
-    # The words after a fence's language tell the tests how to launch the example. Markdown's extension does not accept them.
-    markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     if page.file.src_uri.startswith("recipes/") and page.file.name != "index":
         script = ROOT / "scripts" / Path(page.file.src_uri).with_suffix(".py")
         markdown += f"\n## The script\n\n```python\n{script.read_text(encoding='utf-8')}```\n"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cells import short_of, slow
 from packed_bases import PLAIN, Coded
+from ranks import run_ranks
 from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import EXACT, HOST, INEXACT, SMALL, own_device, prepared, steps
 from torch import nn
@@ -27,7 +28,7 @@ import hf_zero
 from hf_zero.allocation import PAGE_BYTES
 from hf_zero.arithmetic.sums import sums_of_squares
 from hf_zero.checkpoint.background import Background
-from hf_zero.device import alias, with_index
+from hf_zero.device import accelerators, alias, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.extras import is_installed
@@ -61,6 +62,29 @@ def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
     losses += [parameter.detach().cpu() for _, parameter in walk]
     with nullcontext() if engine is None else engine.gathered():
         return losses + [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def train_under_name(rank: int, world_size: int, library: Path, folder: str, name: str) -> list[list]:
+    """Losses and weights of a plain loop, of stage 2, and of stage 3 with state in host memory, on a device with this name."""
+    compiled = standin_device.register(library, name)
+    backend = f"cpu:gloo,{name}:{standin_device.BACKEND}"
+    with mock.patch.object(standin_device, "NAME", name):
+        with standin_device.process_group(rank, world_size, folder, backend):
+            assert accelerators() == (name, 4)
+            runs = [train(settings) for settings in (None, {"stage": 2}, {"stage": 3, "offload": HOST})]
+            # Lists, because tensors would travel through a process that has ended.
+            found = [[tensor.tolist() for tensor in run] for run in runs]
+    assert compiled.hazards() == compiled.crossings() == []
+    return found
+
+
+# torch refuses the names of its own devices, `cuda` and `xpu`.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["npu", "hpu", "mlu", "musa"])
+def test_a_device_with_the_name_of_each_kind_trains_as_a_plain_loop(name, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "name": name}
+    for plain, *ours in run_ranks(train_under_name, world_size=2, time_limit_s=400, keyword_arguments=arguments):
+        assert len(plain) > 3 and ours == [plain, plain]
 
 
 def goes_on(settings: dict, folder: Path) -> bool:

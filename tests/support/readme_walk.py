@@ -40,9 +40,6 @@ LONG_RUN_ONLY = (
 )
 """Beginnings of lines left out in the short run: no other line depends on them, and other tests cover the same."""
 
-LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
-"""The launch of an example without a bash line. The example's fence requests this launch, with the script's arguments."""
-
 RUNS_THE_TESTS = "bash scripts/test.sh"
 INSTALLS = ("git clone ", "pip install ")
 MEASURES = "bash scripts/bench/all.sh --quick"
@@ -52,10 +49,9 @@ RECIPE = re.compile(r"hf-zero (run --zero \d|plan) scripts/recipes/")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block. `words` follow the language in the fence: `launch` and the script's arguments."""
+    """A fenced block."""
 
     language: str
-    words: tuple[str, ...]
     text: str
 
     @property
@@ -66,7 +62,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A command of a bash block, or the launch of an example without such a command."""
+    """A command of a bash block."""
 
     command: str
     comment: str = ""
@@ -143,21 +139,15 @@ class Launch:
 
 
 def blocks_of(text: str, language: str = r"\w+") -> list[Block]:
-    found = re.findall(rf"^```({language})\b([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [Block(language=name, words=tuple(words.split()), text=body) for name, words, body in found]
+    found = re.findall(rf"^```({language})\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(language=name, text=body) for name, body in found]
 
 
 def steps_of(text: str) -> Iterator[Block | Line]:
     """Yields a reader's actions in order: an example to save, or a line to type."""
-    blocks = blocks_of(text)
-    typed = "".join(block.text for block in blocks if block.language == "bash")
-    for block in blocks:
+    for block in blocks_of(text):
         if block.language == "python":
             yield block
-            if block.words and not re.search(rf"\s{re.escape(block.name)}\b", typed):
-                launch, *arguments = block.words
-                assert launch == "launch", block.words
-                yield Line(command=shlex.join([*LAUNCH.split(), block.name, *arguments]))
         elif block.language == "bash":
             for line in block.text.splitlines():
                 command, _, comment = line.partition(" # ")
