@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import is_
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -45,6 +45,20 @@ SHARD_MARK = "hf_zero_shard"
 
 RowStates = dict[nn.Parameter, dict[str, Any]]
 """Maps a whole parameter to the state of this rank's row, with its values."""
+
+
+class _ShardMark(str):
+    """Describes the shard in a state dict, and refuses to be pickled. Copies in memory are allowed."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ValueError(
+            f"hf_zero: optimizer.state_dict() has only the state of {self}, so its file would fit no other run. Use "
+            "accelerator.save_state or Trainer's checkpoints, or save the result of get_optimizer_state_dict(model, optimizer) "
+            "from torch.distributed.checkpoint.state_dict."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ShardMark":
+        return self
 
 
 class ShardedOptimizer:
@@ -432,7 +446,7 @@ class ShardedOptimizer:
             for index, values in state_dict["state"].items()
         }
         state_dict = {**state_dict, "state": state}
-        return state_dict if self._is_whole else {**state_dict, SHARD_MARK: self._identity}
+        return state_dict if self._is_whole else {**state_dict, SHARD_MARK: _ShardMark(self._identity)}
 
     def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         return {name: self._storage.values(row, name, value) for name, value in state.items()}

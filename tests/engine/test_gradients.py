@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import pickle
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from cells import short_of, slow
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks, shared_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -517,6 +519,22 @@ def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(rank, world_s
     marked = {**stock.state_dict(), "hf_zero_shard": "rank 5 of 7"}
     with pytest.raises(ValueError, match="rank 5 of 7"):
         optimizer.load_state_dict(marked)
+
+
+@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [0, 2]))
+@on_shared_ranks
+def test_a_shards_state_dict_is_copied_and_refuses_to_be_saved_by_hand(rank, world_size, stage):
+    model, optimizer, _ = built(stage, optimizer=torch.optim.AdamW)
+    model(**batch(rank)).loss.backward()
+    optimizer.step()
+    if stage == 0:
+        torch.save(optimizer.state_dict(), io.BytesIO())
+        return
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for saved in (optimizer.state_dict(), {"optimizer": {**optimizer.state_dict()}}):
+        with pytest.raises(ValueError, match=rf"only the state of rank {rank} of 2.*accelerator\.save_state"):
+            torch.save(saved, io.BytesIO())
+    torch.save(get_optimizer_state_dict(model, optimizer), io.BytesIO())
 
 
 WIDTH = 6

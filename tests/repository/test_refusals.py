@@ -90,6 +90,7 @@ ROWS = {
     "is wanted once more": "without `zero_grad()` between",
     "under no_sync and never reduced": "all in `no_sync`",
     "this state dict is of": "another rank's or run's `state_dict`",
+    "has only the state of": "`torch.save(optimizer.state_dict())`",
     "has been written to since the last": "writes to what `optimizer.param_groups` holds",
     "was edited both as": "both as `optimizer.state[p]`",
     "writes to the parameters in its": "Optimizers with `train()` and `eval()`",
