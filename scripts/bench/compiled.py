@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from engines import say_where_ranks_are
 from harness import ROOT, describe_run, on_ranks, read_options, write_record
-from ranks import RankFailedError, RanksTimedOutError
+from ranks import PRELOADED_MODULES, RankFailedError, RanksTimedOutError
 from tables import report_of
 from torch import nn
 
@@ -476,6 +476,9 @@ def main(arguments: list[str] | None = None) -> int:
         stages=([0, 1, 2, 3], None),
     )
     path = options.json or ROOT / "outputs" / "bench" / "compiled.json"
+    # Otherwise each rank of each cell imports these for seconds.
+    PRELOADED_MODULES.extend(["torch._dynamo", "torch._functorch.aot_autograd", "transformers.trainer", "accelerate"])
+    PRELOADED_MODULES.append("hf_zero.integrations.plugin")
     failed = False
     for cell in all_cells():
         is_wanted = cell.family in options.families and cell.way in options.ways and cell.backend in options.backends
