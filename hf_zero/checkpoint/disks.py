@@ -89,20 +89,24 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     Raises:
         CheckpointError: on every rank, if one of them cannot write there.
     """
-    mark = folder / f"{MARK}{uuid.uuid4().hex}"
+    # All ranks use a name of rank 0's and their own numbers: a message with a name for each rank would grow with the ranks.
+    name, *others = exchange(uuid.uuid4().hex if rank == 0 else "")
+    marks = [folder / f"{MARK}{name}-{number}" for number in range(1 + len(others))]
+    mark = marks[rank]
 
-    def put() -> str:
+    def put() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)
-        return mark.name
 
     try:
-        names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
-        seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
-        # Wait until all ranks have looked. Removing a mark earlier would hide its rank from slower ranks.
+        on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
+        # Each exchange also waits until all ranks have looked. Removing a mark earlier would hide its rank from slower ranks.
+        if all(exchange(marks[0].exists())):
+            return Disk.shared(rank, len(marks))
+        seen = tuple(number for number, each in enumerate(marks) if each.exists())
         exchange(None)
     finally:
         # Remove this rank's mark also if another rank could not write. If `folder` is a file, the error above names the folder.
         with suppress(OSError):
             mark.unlink()
-    return Disk(ranks=seen, rank=rank, world_size=len(names))
+    return Disk(ranks=seen, rank=rank, world_size=len(marks))

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -115,7 +116,7 @@ def finish_abandoned(timeout_s: float) -> None:
 # A rank does not send its value to every other rank, because the work would grow with the number of ranks at the end of every
 # backward. In each round, a rank sends all of its known values to a few ranks at fixed distances, and knows three times as many
 # values after the round. Four rounds reach 64 ranks, eight rounds 4,096, with at most two messages per round. A maximum may
-# count a value twice, so its messages do not grow.
+# count a value twice, so its messages do not grow. Other messages grow with the number of different values.
 
 _Value = TypeVar("_Value")
 _MESSAGE_BYTES = 1024
@@ -144,6 +145,13 @@ def rounds(size: int) -> list[range]:
     return found
 
 
+def listed_bytes(values: Sequence[bytes | bytearray]) -> bytes:
+    """Returns the message with these values of neighboring ranks."""
+    # Send a value once for each run of ranks with this value: usually all ranks have the same one, and then the message does not
+    # grow with the number of ranks.
+    return pickle.dumps([(sum(1 for _ in run), value) for value, run in groupby(values)])
+
+
 class _Listed:
     """One value of any size for each rank: first this rank's value, then the values of the ranks before this one."""
 
@@ -154,11 +162,12 @@ class _Listed:
 
     def data(self, count: int) -> bytes:
         """Returns the first `count` values as one message."""
-        return pickle.dumps(self._found[:count])
+        return listed_bytes(self._found[:count])
 
     def add(self, data: bytearray) -> None:
         """Adds the values of a message. A rank receives messages in the order of the ranks before this one."""
-        self._found += pickle.loads(data)
+        for times, value in pickle.loads(data):
+            self._found += [value] * times
 
     def in_order(self, index: int) -> list[bytes | bytearray]:
         """Returns the values in the order of the ranks; `index` is this rank's index."""

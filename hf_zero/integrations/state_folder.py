@@ -59,7 +59,8 @@ def _folder_to_fill(
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
     exchange = engine.world.exchange
-    told = exchange((str(final), accelerator.project_dir, new_save()), "save_state")
+    mine = new_save() if engine.world_groups.rank == 0 else ""
+    told = exchange((str(final), accelerator.project_dir, mine), "save_state")
     folders, save = list(dict.fromkeys(folder for folder, _, _ in told)), told[0][2]
     if len(folders) > 1:
         # Ranks may name the folder by their own clocks. Each rank would write a part, and no folder would be complete.

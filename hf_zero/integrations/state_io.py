@@ -211,7 +211,7 @@ def plan_state(
         rank=groups.rank,
         world_size=groups.world_size,
         stage=engine.config.stage,
-        save=engine.world.exchange(new_save())[0] if save is None else save,
+        save=engine.world.exchange(new_save() if groups.rank == 0 else "")[0] if save is None else save,
         rows=[*weights, *rows],
         shapes=shapes,
         scalars=saved.scalars,

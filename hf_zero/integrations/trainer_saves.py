@@ -309,7 +309,7 @@ class CheckpointSaver:
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
-        mine = (uuid.uuid4().hex, secrets.token_bytes(32))
+        mine = (uuid.uuid4().hex, secrets.token_bytes(32)) if engine.world_groups.rank == 0 else ("", b"")
         # Sent through the process group instead of the store, because anyone with access to the store must not learn the
         # secret.
         name, secret = engine.world.exchange(mine, "first save of a Trainer")[0]
@@ -370,7 +370,8 @@ class CheckpointSaver:
         trainer = self._trainer
         name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # All ranks use rank 0's ID. The exchange also fails if ranks save different steps, each of which would be incomplete.
-        told = self.engine.world.exchange((new_save(), trainer.args.output_dir), f"save of {name}")
+        mine = new_save() if self.engine.world_groups.rank == 0 else ""
+        told = self.engine.world.exchange((mine, trainer.args.output_dir), f"save of {name}")
         save = told[0][0]
         if len({output_dir for _, output_dir in told}) > 1:
             # The run was not configured to save, so each rank has kept its own folder name; a callback asks for this save.

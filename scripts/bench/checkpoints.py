@@ -18,7 +18,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, row_file
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.rows import RowsOfRanks
 from hf_zero.comm.all_or_none import Merged
-from hf_zero.comm.control import rounds
+from hf_zero.comm.control import listed_bytes, rounds
 from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval, even_cuts, joined_intervals
 
@@ -362,6 +362,34 @@ def header_bytes(held: Held) -> int:
     return len(json.dumps(entries, separators=(",", ":")))
 
 
+def sizes_of_files(held: list[Held]) -> list[int]:
+    return [4 * len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held]
+
+
+def written_bytes(manifest: Manifest) -> tuple[int, float, float]:
+    """Writes and reads a manifest; returns its bytes, and the CPU seconds of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zero"
+        path.mkdir()
+        clocks = Clocks()
+        manifest.write(path)
+        write_s = clocks.spent().cpu_s
+        clocks = Clocks()
+        back = Manifest.read(path)
+        read_s = clocks.spent().cpu_s
+        assert back == manifest
+        return (path / MANIFEST_NAME).stat().st_size, write_s, read_s
+
+
+def manifest_bytes(specs: list[ParameterSpec], held: list[Held]) -> int:
+    """Returns the bytes of the manifest that these ranks write, after a comparison with what a reader gets from the manifest."""
+    manifest = (
+        rows_of(specs, held, range(len(held))).manifest(len(held), 3, ()).with_files(recorded(sizes_of_files(held)))
+    )
+    assert sum(len(each.ranks) for each in manifest.rows) == len(KINDS) * sum(map(len, held))
+    return written_bytes(manifest)[0]
+
+
 def show_manifests() -> None:
     print(
         "model  ranks       rows  entries       bytes  checksums  in format 8  write s  read s  header  received  in a list"
@@ -372,25 +400,14 @@ def show_manifests() -> None:
             specs, held = held_by(*sizes, ranks)
             merged, received, merge_s = merge_rows(specs, held)
             own = pickle.dumps(rows_of(specs, held, [0]))
-            numels = [len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held]
-            sizes_of_files = [4 * numel for numel in numels]
-            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(sizes_of_files))
+            file_bytes = sizes_of_files(held)
+            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(file_bytes))
             rows = len(KINDS) * sum(map(len, held))
             assert sum(len(each.ranks) for each in manifest.rows) == rows
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "zero"
-                path.mkdir()
-                clocks = Clocks()
-                manifest.write(path)
-                write_s = clocks.spent().cpu_s
-                clocks = Clocks()
-                back = Manifest.read(path)
-                read_s = clocks.spent().cpu_s
-                assert back == manifest
-                nbytes = (path / MANIFEST_NAME).stat().st_size
+            nbytes, write_s, read_s = written_bytes(manifest)
             print(
                 f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  "
-                f"{digits_of(manifest.files.values()):>9,}  {digits_in_format_8(sizes_of_files):>11,}  {write_s:>7.2f} "
+                f"{digits_of(manifest.files.values()):>9,}  {digits_in_format_8(file_bytes):>11,}  {write_s:>7.2f} "
                 f"{read_s:>7.2f}  {header_bytes(held[0]):>6,}  {received:>8,}  {(ranks - 1) * len(own):>9,}  {merge_s:>7.2f}  "
                 f"{received_in_seal(manifest, ranks):>16,}",
                 flush=True,
@@ -406,10 +423,8 @@ def show_residuals() -> None:
         for ranks in WORLD_SIZES:
             specs, held = held_by(*sizes, ranks)
             merged, received, _ = merge_rows(specs, held, residuals=True)
-            sizes_of_files = [
-                2 * sizes[1] + 4 * len(KINDS) * sum(interval.numel for _, interval in of_rank) for of_rank in held
-            ]
-            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(sizes_of_files))
+            file_bytes = [2 * sizes[1] + nbytes for nbytes in sizes_of_files(held)]
+            manifest = merged.manifest(ranks, 3, ()).with_files(recorded(file_bytes))
             entries = [rows for rows in manifest.rows if rows.kind == "residual.*"]
             # A kind, and a row with a kind, a name, a dtype and seven numbers, for each rank.
             before = sum(
@@ -430,8 +445,45 @@ def show_residuals() -> None:
                 nbytes = (path / MANIFEST_NAME).stat().st_size
             print(
                 f"{model:>5}  {ranks:>5}  {len(entries):>20,}  {nbytes:>10,}  {digits_of(manifest.files.values()):>9,}  "
-                f"{digits_in_format_8(sizes_of_files):>11,}  {before:>16,}  {write_s:>7.2f}  {read_s:>6.2f}  {received:>8,}",
+                f"{digits_in_format_8(file_bytes):>11,}  {before:>16,}  {write_s:>7.2f}  {read_s:>6.2f}  {received:>8,}",
                 flush=True,
+            )
+
+
+def received_in_exchange(values: list) -> tuple[int, int]:
+    """Counts the bytes of values that one rank receives in an exchange of one value of each rank: as lists, and as runs."""
+    ranks, data = len(values), [pickle.dumps(value) for value in values]
+    rank, as_lists, as_runs = ranks // 2, 0, 0
+    for distances in rounds(ranks):
+        for distance in distances:
+            known = [data[(rank - distance - near) % ranks] for near in range(min(distances.start, ranks - distance))]
+            as_lists += len(pickle.dumps(known))
+            as_runs += len(listed_bytes(known))
+    return as_lists, as_runs
+
+
+def show_exchanges() -> None:
+    """Prints the bytes that a rank receives in the exchanges of a save with Trainer, without the 1 KiB of each message."""
+    name, folder = "0" * 32, "outputs/run"
+    exchanges: dict[str, Callable[[int, int], tuple[object, object]]] = {
+        # What a rank sent before, and what it sends now.
+        "save ID, output_dir": lambda rank, ranks: ((f"{rank:032}", folder), (None if rank else name, folder)),
+        "is the former save finished": lambda rank, ranks: (True, True),
+        "may the save be asynchronous": lambda rank, ranks: (False, False),
+        "find_disk: name of the marks": lambda rank, ranks: (None, None if rank else name),
+        "find_disk: marks are made": lambda rank, ranks: ((None, f".hf_zero-{rank:032}"), (None, None)),
+        "find_disk: marks are seen": lambda rank, ranks: (None, True),
+        # The last rank has less than the others.
+        "state_bytes": lambda rank, ranks: (10**9 + rank // (ranks - 1),) * 2,
+        "positions in the weights file": lambda rank, ranks: ((None, None if rank else "0" * 10**5),) * 2,
+        "Trainer's state is written": lambda rank, ranks: ((None, rank == 0),) * 2,
+    }
+    print("ranks  exchange                            as lists  as runs")
+    for ranks in WORLD_SIZES:
+        for what, value in exchanges.items():
+            before, after = zip(*(value(rank, ranks) for rank in range(ranks)))
+            print(
+                f"{ranks:>5}  {what:<34}  {received_in_exchange(before)[0]:>8,}  {received_in_exchange(after)[1]:>7,}"
             )
 
 
@@ -449,6 +501,7 @@ def main() -> None:
     if options.manifests:
         show_manifests()
         show_residuals()
+        show_exchanges()
         return
     PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.arguments"])
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:

@@ -569,6 +569,13 @@ def test_a_flipped_bit_of_a_ranks_file_is_found_in_chunks_that_grow_with_the_fil
     assert not any(checkpoint_faults(tmp_path, "zero", rank=rank, world_size=readers) for rank in range(readers))
 
 
+def test_a_rank_reads_no_header_of_another_ranks_file(tmp_path):
+    rows = [[("exp_avg", "w", Interval(10 * rank, 10 * rank + 10), torch.randn(10))] for rank in range(3)]
+    manifest = save_of_ranks(tmp_path / "zero", rows)
+    for rank in range(3):
+        assert own_chunks(tmp_path, manifest, rank=rank, world_size=3) == [(f"zero/{row_file(rank, 3)}", 0)]
+
+
 def test_a_checkpoint_of_format_8_is_verified_by_its_chunks(tmp_path):
     manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
     content = bytearray(2 * CHUNK_BYTES + 5)

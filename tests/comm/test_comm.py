@@ -453,10 +453,12 @@ class Mail:
 
     Attributes:
         operations: sends and receives of this rank.
+        most_bytes: bytes of the largest sent message.
     """
 
     def __init__(self, rank: int, messages: dict[tuple, tuple[Future, Future]]):
         self._rank, self._messages, self._numbers, self.operations = rank, messages, Counter(), 0
+        self.most_bytes = 0
 
     def _next(self, *key: int | str) -> tuple[Future, Future]:
         self.operations += 1
@@ -465,6 +467,7 @@ class Mail:
 
     def send(self, values: list[torch.Tensor], place: int, tag: int) -> SimpleNamespace:
         message, is_wanted = self._next("send", self._rank, place, tag)
+        self.most_bytes = max(self.most_bytes, values[0].nbytes)
         message.set_result(values[0].clone())
         return SimpleNamespace(wait=lambda limit: is_wanted.result(timeout=10))
 
@@ -506,6 +509,8 @@ def test_exchanges_reach_all_ranks_in_few_messages(size):
         largest = wait() if rank % 2 else None
         everyone = control.start_swap(torch.tensor([0.1 * rank, 1.0]), "a norm", stacks=True)()
         values = control.exchange("long" * 300 * (rank + 1), "exchange of texts")
+        # Runs of ranks with the same value.
+        assert control.exchange(rank // 3 % 2, "exchange of hosts") == [each // 3 % 2 for each in range(size)]
         largest = wait() if largest is None else largest
         return largest.tolist(), everyone.tolist(), [len(each) // 1200 for each in values]
 
@@ -518,6 +523,16 @@ def test_exchanges_reach_all_ranks_in_few_messages(size):
     most = next(count for count in range(9) if 3**count >= size)
     assert operations <= 4 * most
     assert sum(map(len, rounds(4096))) <= 2 * 8
+
+
+def test_messages_do_not_grow_with_the_ranks_that_have_the_same_value():
+    def most_bytes(control: Control, rank: int) -> int:
+        control.exchange(("a save", "folder" * 20), "exchange of a folder")
+        return control.group.most_bytes
+
+    [few, *_], _ = controls_of(3, most_bytes)
+    many, _ = controls_of(64, most_bytes)
+    assert max(many) == few == 1024
 
 
 class Heard(frozenset):

@@ -93,6 +93,15 @@ MOVED = {
         "            return int(self[key])\n\n"
         "        def check(self, keys):\n"
     ),
+    # scale_manifest: the bytes that are written and read today, with the rows of all ranks.
+    "from hf_zero.checkpoint import manifest, writer": (
+        f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts/bench')!r})\n"
+        "from checkpoints import manifest_bytes\nfrom hf_zero.checkpoint import manifest"
+    ),
+    "    looked = range(0, ranks, max(1, ranks // 64))\n": (
+        "    held = [[(r.name, r.in_parameter) for b in layouts for r in rows_of_shard(b, rank)] for rank in range(ranks)]\n"
+        "    return manifest_bytes(specs, held)\n"
+    ),
 }
 """Outdated text in the scripts → what is in its place today. A script counts what the present code does."""
 LAUNCH = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc_per_node")
