@@ -68,7 +68,6 @@ def resolve_precision(
     *,
     gathered: torch.dtype | None = None,
     apart: bool = False,
-    weights: Callable[[torch.Tensor], None] | None = None,
     adds_in_master: bool = False,
 ) -> Precision:
     """Chooses the dtypes for parameters of `model_dtype`. A 16-bit parameter gets an fp32 master.
@@ -77,7 +76,7 @@ def resolve_precision(
         config: the engine's settings.
         model_dtype: the parameters' dtype in the model.
         gathered: the dtype to which stage 3 casts for forward and backward; None for no cast.
-        apart, weights, adds_in_master: see `Precision`.
+        apart, adds_in_master: see `Precision`.
 
     Raises:
         ConfigError: `rounding: stochastic` with a dtype other than bfloat16, or `moments: 8bit` with float64.
@@ -103,7 +102,6 @@ def resolve_precision(
         kept=kept,
         reduce=reduce,
         master=master,
-        weights=weights,
         apart=apart,
         stochastic=stochastic,
         adds_in_master=adds_in_master,

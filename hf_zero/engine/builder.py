@@ -1,7 +1,7 @@
 """Moves a model's parameters into flat buckets."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -98,10 +98,11 @@ class BucketBuilder:
             precision = precision_of(
                 self.config,
                 key,
-                weights=None if part.sharded else rounds,
                 adds_in_master=self.wire.adds_in_wider(group),
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
             )
+            if key.trained and not part.sharded:
+                precision = replace(precision, weights=rounds)
             place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             memory: ParameterMemory = (
                 sharded_memory(

@@ -1,6 +1,6 @@
 """Divides parameters into buckets by unit, dtype and optimizer group."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -221,14 +221,12 @@ def precision_of(
     config: ZeroConfig,
     key: BucketKey,
     *,
-    weights: Callable[[torch.Tensor], None] | None,
     adds_in_master: bool,
     apart: bool,
 ) -> Precision:
     """Returns the dtypes of a bucket.
 
     Args:
-        weights: see `Precision`.
         adds_in_master: gradients are summed over the ranks in the master dtype.
         apart: masters are stored in different memory than parameters.
     """
@@ -238,6 +236,4 @@ def precision_of(
         # float32 parameters need no stochastic rounding.
         rounding = "nearest" if key.dtype == torch.float32 else config.rounding
         config = replace(config, param_dtype=AUTO, rounding=rounding)
-    return resolve_precision(
-        config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
-    )
+    return resolve_precision(config, key.dtype, gathered=key.gathered_dtype, apart=apart, adds_in_master=adds_in_master)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,7 @@ from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
 from .state import EngineState
-from .state_rows import on_host, resize_whole, state_of
+from .state_rows import on_host, resizing, state_of
 
 
 class ZeroEngine:
@@ -217,7 +216,7 @@ class ZeroEngine:
     @property
     def steps_taken(self) -> int:
         """Number of optimizer steps since the engine was built."""
-        return self.transport.watch.log.step
+        return self._step.log.step
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
@@ -450,11 +449,11 @@ class ZeroEngine:
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         self.sharded.gathered.meet("ZeroEngine.resize_embeddings")
         # Gather the whole state before `close` drops the shards.
-        resize = partial(cast(Any, self.model).resize_token_embeddings, num_tokens, **kwargs)
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
-        resize_whole(self.module, optimizers, states, resize)
+        with resizing(self.module, optimizers, states):
+            cast(Any, self.model).resize_token_embeddings(num_tokens, **kwargs)
         with self._as_it_is_used():
             self._start(assemble(self.module, optimizers, self.config, device), optimizers)
 

@@ -536,7 +536,7 @@ class Mesh:
         groups = Groups.create(stage=1, device_type=device.type, comm=plain)
         world = choose_transport(groups, device, groups.timeout_s)
         copies = ModelCopies.of(world.exchange(split.ranks, "ranks of a copy of the model"))
-        world.ledger.watch.log.part = copies.part_in_words(groups.rank)
+        world.watch.log.part = copies.part_in_words(groups.rank)
         tp = model_parallel = _between(copies.copies, device, plain, world.ledger)
         expert_copies = None
         if split.experts:

@@ -103,7 +103,7 @@ class EngineState:
         Ranks of a replicate group have the same rows, written by the first rank, unless outer steps give each rank different
         optimizer state. Residuals depend on the batch, so each rank writes its own, unless ranks compute a batch together.
         """
-        each_has_its_own = self._parts.mesh.dp.all_groups.outer is not None
+        each_has_its_own = self._parts.outer is not None
         own: Iterator[StateRow] = iter(())
         if self._first_with or each_has_its_own:
             own = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)

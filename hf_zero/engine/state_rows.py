@@ -1,6 +1,7 @@
 """Optimizer state row by row: reads, writes, gathers and resizes state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -176,21 +177,18 @@ def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     return with_each(state, lambda value: value.cpu() if torch.is_tensor(value) else value)
 
 
-def resize_whole(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    states: Mapping[str, Mapping[str, Any]],
-    resize: Callable[[], object],
-) -> None:
-    """Resizes parameters of a model without an engine, and its optimizers' state.
+@contextmanager
+def resizing(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[str, Mapping[str, Any]]
+) -> Iterator[None]:
+    """Lets a script resize parameters of a model without an engine, and then resizes its optimizers' state.
 
     Args:
         states: parameter name → its whole state, for the optimizers.
-        resize: `resize_token_embeddings` of the model with its arguments.
     """
     before = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in before.items()}
-    resize()
+    yield
     _renew_resized(model, shapes)
     put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
 

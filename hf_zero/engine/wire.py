@@ -29,7 +29,6 @@ class Wire:
         forward: gathers for the forward, of parameters that are dropped between forward and backward.
         backward: gathers the same parameters for the backward.
         exact: gathers parameters to read, edit or save them.
-        round_weights: rounds parameters in place, as the quantized blocks of `gather` do; None if `gather` does not quantize.
         quantises_gradients: `reduction` sends quantized blocks.
         align: alignment of shards, so that no shard ends inside a block.
     """
@@ -40,14 +39,13 @@ class Wire:
     backward: Gather
     exact: Gather
     steps: StepsInOrder | None = None
-    round_weights: Callable[[torch.Tensor], None] | None = None
     quantises_gradients: bool = False
     align: Alignment = USUAL_ALIGNMENT
 
     def rounding_in(self, group: DataParallelGroup) -> Callable[[torch.Tensor], None] | None:
-        """Returns `round_weights` if the ranks of the group receive parameters in quantized blocks; otherwise None."""
+        """Returns `gather.rounding` if the ranks of the group receive parameters in quantized blocks; otherwise None."""
         # A group of one rank sends nothing, so rounding would lose precision for no benefit.
-        return self.round_weights if group.groups.shard_size > 1 else None
+        return self.gather.rounding if group.groups.shard_size > 1 else None
 
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
         """Whether gradients are summed over a group in the result's dtype, if wider than the gradients' dtype."""
@@ -96,7 +94,6 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         forward=forward,
         backward=backward,
         exact=exact,
-        round_weights=None if weights is None else weights.round_in_place,
         quantises_gradients=quantises_gradients,
         align=align,
     )

@@ -100,6 +100,16 @@ class Tier:
         # make the system clear the same number of pages in each step.
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def take_cores(self) -> None:
+        """Lets torch's kernels use all of `cores`, until `release_cores`."""
+        if self.cores is not None:
+            self.cores.take()
+
+    def release_cores(self) -> None:
+        """Restores the script's own number of threads."""
+        if self.cores is not None:
+            self.cores.release()
+
 
 class WindowTier(Tier):
     """Host memory for optimizer state and separate masters, which are on the device while their bucket is stepped.

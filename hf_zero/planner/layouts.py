@@ -179,7 +179,7 @@ def _lay_out(
             place = places.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
             apart = place.masters_apart
             adds = groups.backend == "gloo" and device.type == "cpu" and groups.shard_size > 1
-            precision = precision_of(config, key, weights=None, adds_in_master=adds, apart=apart)
+            precision = precision_of(config, key, adds_in_master=adds, apart=apart)
             tried = (key.optimizer, key.group, precision.master)
             if tried not in state_of:
                 state_of[tried] = _state_of(optimizers, *tried)

@@ -1,6 +1,6 @@
 """Reads and edits of whole parameters at stage 3, during and outside of training."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar, cast
@@ -27,7 +27,7 @@ from .unsharding import Unsharding
 
 
 @contextmanager
-def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Iterator[None]:
+def gathered_again(units: Sequence[Unit], schedule: Unsharding) -> Iterator[None]:
     """Supports computations with whole parameters outside of any forward, whose backward runs when the parameters are sharded.
 
     An example is a penalty on parameters. Autograd saves the parameter or a view of it, and would read wrong values in backward.
@@ -35,7 +35,7 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
 
     Args:
         units: the units that are whole now.
-        gather: makes a unit whole during a backward.
+        schedule: makes a unit whole during a backward.
     """
     if not units or not torch.is_grad_enabled():
         yield
@@ -55,7 +55,7 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
                     "hf_zero: one of the variables needed for gradient computation has been modified by an inplace operation: a "
                     f"parameter of {unit.name!r}, as by optimizer.step(). Run the forward again before this backward."
                 )
-            gather(unit)
+            schedule.before_saved_read(unit)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -319,7 +319,7 @@ class GatheredParameters:
             record.take(units)
             self.watching += (watches := bool(units) and torch.is_grad_enabled())
             try:
-                with gathered_again(units, self._schedule.before_saved_read):
+                with gathered_again(units, self._schedule):
                     yield
             finally:
                 self.watching -= watches

@@ -98,7 +98,7 @@ class Unsharding:
             transport: connects the ranks that reduce.
         """
         order = self._order
-        order.starts, starts.agree = starts, WeakMethod(order, AgreedOrder.agree_on_starts)
+        order.starts = starts
         if transport is not order.transport:
             # Ranks with different parts of a split model may have different numbers of buckets, but all must send equal sizes.
             counts = order.transport.exchange(starts.count, "exchange of the number of buckets")
@@ -198,6 +198,10 @@ class Unsharding:
         if builds_graph:
             self._builds_graph = self._keeps_all = True
         self._use(unit, backward=True)
+
+    def agree_on_starts(self) -> None:
+        """Joins the next agreement of the other ranks, if no gather precedes it."""
+        self._order.agree_on_starts()
 
     def end_gathers(self) -> None:
         """Called after this rank's last gather of a backward. Joins other ranks' gathers until all ranks have finished theirs."""

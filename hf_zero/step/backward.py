@@ -19,7 +19,6 @@ from ..comm.waits import Label
 from ..hooks.guards import look_only
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import differentiable_tensors, is_in_backward, set_all
-from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
 from .common_starts import CommonStarts
 from .failed_pass import FailedPass
@@ -61,7 +60,7 @@ class Gradients:
         settings_differ: the ranks had different step settings at the end of a backward; see `SharedSettings`.
         reducing: False while micro-batches only accumulate.
         ended: number of finished backward passes.
-        may_pass_over: buckets may start before all of their gradients have arrived; see `_start_passed_over`.
+        may_pass_over: buckets may start before all of their gradients have arrived; see `start_passed_over`.
     """
 
     def __init__(
@@ -96,12 +95,10 @@ class Gradients:
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
         self._touched = False
-        # Buckets of this pass started before the arrival of all of their gradients; see `_start_passed_over`.
+        # Buckets of this pass started before the arrival of all of their gradients; see `start_passed_over`.
         self._passed_over: set[Bucket] = set()
         self.may_pass_over = True
-        store.start_passed_over = WeakMethod(self, Gradients._start_passed_over)
-        self.starts = store.starts = CommonStarts(len(self._buckets))
-        self.starts.start_up_to = WeakMethod(self, Gradients.start_up_to)
+        self.starts = store.starts = CommonStarts(len(self._buckets), step)
         store.index_of = {bucket: index for index, bucket in enumerate(self._buckets)}
         self.reducing = True
         self.stop_asked = no_signal
@@ -447,7 +444,7 @@ class Gradients:
         """Marks this pass as one with gradients to reduce."""
         self._touched = True
 
-    def _start_passed_over(self, bucket: Bucket) -> bool:
+    def start_passed_over(self, bucket: Bucket) -> bool:
         """Starts the next bucket although gradients are missing, if backward has moved on to `bucket`; returns whether it did.
 
         Otherwise an unused parameter, for example of a pooler, would keep all later buckets and their buffers waiting until the
@@ -579,7 +576,7 @@ class Gradients:
         agreement = self._start_agreement(self.stop_asked() if lost is None or self._world_size == 1 else _LOST)
         self.store.finish_all()
         # After the reductions: on all ranks, late gradients are added to a finished sum.
-        late = self._agree(agreement)
+        late = self._agree(agreement().tolist())
         for bucket in late:
             self.store.start_again(bucket)
         if late:
@@ -623,9 +620,8 @@ class Gradients:
         local = bytearray(b"".join([used, late, bytes([stop]), self._digest]))
         return self.transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
-    def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
-        """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
-        found = agreement().tolist()
+    def _agree(self, found: list[int]) -> list[Bucket]:
+        """Makes `used` the same on all ranks, from an agreement's result; returns the buckets with late gradients on any rank."""
         *agreed, stop = found[: -len(self._digest)]
         # The step raises the error, when no rank waits in a collective.
         self.settings_differ |= bytes(found[-len(self._digest) :]) != self._digest

@@ -1,8 +1,7 @@
 """Stage 3: reductions started by all ranks, for which a rank may wait in the middle of its backward."""
 
-from collections.abc import Callable
-
 from ..comm.transport import Transport
+from .step_context import StepContext
 
 # [Note: waits for reductions]
 # In a backward of stage 3, a rank waits for the gather of its next layer, and for its oldest reduction when it needs another
@@ -28,25 +27,23 @@ class CommonStarts:
 
     Args:
         count: number of trained buckets. 0 if nothing is reduced.
+        step: the training step; None if nothing is reduced.
 
     Attributes:
         sure: this rank may wait for the first `sure` buckets. All buckets, if no layers are gathered in a backward.
         started: number of buckets that this rank has started in this pass.
         has_steps: a reduction may have several steps. Ranks also wait for the last step.
         before: maps each gather in this backward to the way and `sure` before it.
-        start_up_to: starts the first buckets, given their number, including the last steps of their reductions.
-        agree: joins the next agreement, if no gather precedes it.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, step: StepContext | None = None):
         self.count = count
+        self._step = step
         self.sure = count
         self.started = 0
         self.has_steps = False
         self.before: dict[int, tuple[int, int]] = {}
-        self.start_up_to: Callable[[int], None] = lambda number: None
         self._own_count = count
-        self.agree: Callable[[], None] | None = None
         self._wanted = 0
         self._promised: dict[int, int] = {}
         # The way since the last backward, with and without the running forward.
@@ -113,16 +110,16 @@ class CommonStarts:
             way: the way before the gather, from `before`.
             sure: `sure` before the gather, from `before`.
         """
-        if self.started < sure or self.has_steps:
-            self.start_up_to(sure)
+        if self._step is not None and (self.started < sure or self.has_steps):
+            self._step.start_up_to(sure)
         if way not in self._promised:
             self._started.setdefault(way, self.started)
 
     def ask(self, number: int) -> bool:
         """Asks all ranks to start the first `number` reductions, as this rank has; returns whether all ranks have agreed."""
-        if self.agree is not None:
+        if self._step is not None:
             self._wanted = number
-            self.agree()
+            self._step.agree_on_starts()
             self._wanted = 0
         return number <= self.sure
 

@@ -58,6 +58,11 @@ class Gather:
         return bucket.group.transport.prepare_all_gather(flat, own, bucket.label(GATHER))
 
     @property
+    def rounding(self) -> Callable[[torch.Tensor], None] | None:
+        """Rounds parameters in place, as a receiver of their quantized blocks does; None without quantization."""
+        return None
+
+    @property
     def held_bytes(self) -> int:
         """Bytes kept from one gather for later gathers."""
         return 0

@@ -20,6 +20,7 @@ from ..offload.tiers import Tier
 from ..queues import ARRIVED, Arrival
 from .common_starts import CommonStarts
 from .reductions import Reduction
+from .step_context import StepContext
 
 # A store keeps a flat gradient buffer per bucket while gradients arrive, starts its reduction, and puts the result in the `.grad`
 # of the bucket's rows. The stores differ in the lifetimes of the buffers. They share the code of the pass (backward.py).
@@ -36,12 +37,12 @@ class GradientTarget:
         d2h: copies reduced gradients to host memory, for offloaded buckets.
         most_under_way: maximum number of running reductions before the store waits for the oldest; None waits for all at the end
             of backward.
-        goes_on: whether another backward will add to the reduced gradients, so that nobody reads them yet.
+        step: the training step.
     """
 
     d2h: DeviceToHost
     most_under_way: int | None
-    goes_on: Callable[[], bool]
+    step: StepContext
 
 
 class GradientStore(ABC):
@@ -50,8 +51,6 @@ class GradientStore(ABC):
     `put` divides each gradient by the number of ranks, before the sum over the ranks, as DDP does.
 
     Attributes:
-        start_passed_over: given a bucket that needs a buffer, starts an earlier bucket that is not full. Returns whether one was
-            started.
         starts: counts the reductions that backward may wait for.
         index_of: the index of each bucket in the order of starts.
         went_on: while a failed pass is being ended, whether another backward was to add to its gradients; else None.
@@ -72,7 +71,6 @@ class GradientStore(ABC):
         self._again: set[Bucket] = set()
         # Late gradients whose bucket's first reduction this rank may not wait for yet.
         self._late: dict[ParameterSlot, torch.Tensor] = {}
-        self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         self.starts = CommonStarts(0)
         self.index_of: dict[Bucket, int] = {}
         self.steps: StepsInOrder | None = None
@@ -326,7 +324,7 @@ class GradientStore(ABC):
     @property
     def goes_on(self) -> bool:
         """Whether another backward will add to the gradients of this pass."""
-        return self._landing.goes_on() if self.went_on is None else self.went_on
+        return self._landing.step.is_accumulating if self.went_on is None else self.went_on
 
     def _is_put_whole(self, bucket: Bucket) -> bool:
         """Whether `put_whole` filled the bucket for its first reduction in this pass; then its slots hold no notes."""

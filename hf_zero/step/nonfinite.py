@@ -62,6 +62,7 @@ class NonFiniteCheck:
         self._model = model
         self._among = among
         self._transport = transport
+        self._log = transport.watch.log
         self._speaks = speaks
         self._wanted = config.nonfinite != "ignore"
         self._may_skip = config.nonfinite == "skip"
@@ -214,7 +215,7 @@ class NonFiniteCheck:
 
     def _of_batches(self, everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]]) -> str:
         count = max(len(self._losses), 1)
-        step = f"It is step {self._transport.watch.log.step + 1} since the engine was built"
+        step = f"It is step {self._log.step + 1} since the engine was built"
         for rank, _, bad, _ in everyone:
             if bad:
                 micro, loss = bad[0]

@@ -228,10 +228,10 @@ class ShardedGradients(GradientStore):
         room = pool.room_for(bucket, beside)
         if room == 1 and not in_flight:
             # The bucket would get the last buffer, so start an earlier, partly filled bucket before.
-            self.start_passed_over(bucket)
+            self._landing.step.start_passed_over(bucket)
             room = pool.room_for(bucket, beside)
         # Backward waits here for the oldest reduction, because the limit on buffers limits gradient memory.
-        while room == 0 and (in_flight or self.start_passed_over(bucket)):
+        while room == 0 and (in_flight or self._landing.step.start_passed_over(bucket)):
             if in_flight:
                 oldest = in_flight[0]
                 # Do not ask while a bucket starts: the bucket already counts as started, so other ranks would wait for it.

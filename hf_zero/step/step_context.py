@@ -3,12 +3,31 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ..buckets.bucket import Bucket
+
 
 class StepContext(ABC):
     """The turns at which parts of a step call the step; see `TrainingStep`.
 
     Optimizers are named by their index in the engine.
     """
+
+    @property
+    @abstractmethod
+    def is_accumulating(self) -> bool:
+        """Whether another backward will add to these gradients, so nobody reads them yet."""
+
+    @abstractmethod
+    def start_passed_over(self, bucket: Bucket) -> bool:
+        """Called before `bucket` gets a buffer. Starts an earlier bucket that is not full; returns whether one was started."""
+
+    @abstractmethod
+    def start_up_to(self, number: int) -> None:
+        """Called when all ranks have to start the first `number` buckets, with the last steps of their reductions."""
+
+    @abstractmethod
+    def agree_on_starts(self) -> None:
+        """Called when this rank asks the others to start reductions. Joins their next agreement if no gather precedes it."""
 
     @abstractmethod
     def end_gathers(self) -> None:

@@ -81,6 +81,7 @@ class TrainingStep(StepContext):
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
+        log: this rank's log of collectives, which also counts the steps.
         optimizers: the user's optimizers, each over this rank's rows.
         row_writes: detects a script's writes to these rows between steps.
         store: keeps gradients between backward and the step.
@@ -107,6 +108,7 @@ class TrainingStep(StepContext):
         self._config = parts.config
         # Stage 3 gathers and drops parameters layer by layer.
         self._gathers_layers = not parts.sharded.is_empty
+        self._schedule = parts.sharded.schedule
         self._no_sync_depth = 0
         self._has_inner_backwards = False
         self._has_told_of_mini_batches = False
@@ -115,7 +117,7 @@ class TrainingStep(StepContext):
         self.stop_due = 0
         self.last_norm: torch.Tensor | None = None
         step_transport, world_size = parts.mesh.dp.transport, parts.groups.world_size
-        self._log = step_transport.watch.log
+        self.log = step_transport.watch.log
         self.store = self._make_store()
         self.settings = SharedSettings(optimizers)
         self.gradients = Gradients(
@@ -128,7 +130,7 @@ class TrainingStep(StepContext):
             find_unused_parameters=find_unused_parameters,
         )
         if self._gathers_layers and world_size > 1:
-            parts.sharded.schedule.count_starts(self.gradients.starts, step_transport)
+            self._schedule.count_starts(self.gradients.starts, step_transport)
             self.store.steps = parts.wire.steps
             self.gradients.starts.has_steps = parts.wire.steps is not None
         # The parameters of the last clip, and the cached result of `_rows_of`.
@@ -155,7 +157,7 @@ class TrainingStep(StepContext):
         landing = GradientTarget(
             d2h=parts.tier.d2h,
             most_under_way=most,
-            goes_on=lambda: self.is_accumulating,
+            step=self,
         )
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing)
 
@@ -185,7 +187,7 @@ class TrainingStep(StepContext):
         replicas = self._parts.replicas
         if replicas is not None:
             self._parts.parameter_gather.replicas = replicas
-            self._watch_values(replicas, self._log.step + 1)
+            self._watch_values(replicas, self.log.step + 1)
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root, self._compiled_frames = any(map(is_compiled, entries)), compiled_frames()
@@ -234,7 +236,7 @@ class TrainingStep(StepContext):
             copies.compare_batches(args, kwargs)
 
     def _enter(self, state: TrainingState) -> None:
-        self._log.site = state.value
+        self.log.site = state.value
 
     @property
     def is_accumulating(self) -> bool:
@@ -309,10 +311,11 @@ class TrainingStep(StepContext):
         nonfinite = self._parts.nonfinite
         self.gradients.recover()
         self._enter(TrainingState.CLIP)
-        if self._parts.tier.cores is not None and self._parts.tier.device.type != "cpu":
+        tier = self._parts.tier
+        if tier.device.type != "cpu":
             # A launcher gives the script one thread, and the norm and the coefficient pass over all gradients in host memory. The
             # step releases the cores, or the next forward. On the CPU, the number of threads may change bits of a sum.
-            self._parts.tier.cores.take()
+            tier.take_cores()
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
         allow_norms_of(set(map(BUCKET_OF, rows)))
@@ -329,7 +332,7 @@ class TrainingStep(StepContext):
             nonfinite.found(bad, rows)
         replicas = self._parts.replicas
         if replicas is not None:
-            replicas.compare_gradients(self._log.step, self._parts.buckets)
+            replicas.compare_gradients(self.log.step, self._parts.buckets)
         self._parts.storage.choice.scale_gradients(rows, measured.coefficient)
         if replicas is not None:
             replicas.note_gradients(self._parts.buckets)
@@ -351,7 +354,7 @@ class TrainingStep(StepContext):
 
     def _look_for_flipped_bits(self) -> None:
         """Compares replicas before gradients are reported as bad, because corrupted parameters are a common cause."""
-        replicas, step = self._parts.replicas, self._log.step
+        replicas, step = self._parts.replicas, self.log.step
         if replicas is not None:
             self._parts.parameter_gather.finish_all()
             for sharded, buckets in self._by_optimizer():
@@ -373,8 +376,7 @@ class TrainingStep(StepContext):
 
     @property
     def _units(self) -> Sequence[Unit]:
-        sharded = self._parts.sharded
-        return sharded.schedule.units if self._gathers_layers else ()
+        return self._schedule.units if self._gathers_layers else ()
 
     def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
         yield from zip(self.optimizers, self._buckets_of_optimizers)
@@ -411,8 +413,7 @@ class TrainingStep(StepContext):
         self._enter(TrainingState.FORWARD if torch.is_grad_enabled() else TrainingState.EVALUATE)
         self.row_writes.refuse_unsent("a forward begins")
         self.gradients.recover()
-        if parts.tier.cores is not None:
-            parts.tier.cores.release()
+        parts.tier.release_cores()
         parts.storage.before_forward()
         for sharded in self.optimizers:
             sharded.follow_state_edits()
@@ -487,14 +488,24 @@ class TrainingStep(StepContext):
 
     # ---- backward ----
 
+    def start_passed_over(self, bucket: Bucket) -> bool:
+        return self.gradients.start_passed_over(bucket)
+
+    def start_up_to(self, number: int) -> None:
+        self.gradients.start_up_to(number)
+
+    def agree_on_starts(self) -> None:
+        if self._gathers_layers:
+            self._schedule.agree_on_starts()
+
     def end_gathers(self) -> None:
         if self._gathers_layers:
             self.settings.edits = self._parts.sharded.edits
-            self._parts.sharded.schedule.end_gathers()
+            self._schedule.end_gathers()
 
     def end_backward(self) -> None:
         if self._gathers_layers:
-            self._parts.sharded.schedule.end_backward()
+            self._schedule.end_backward()
         self._parts.nonfinite.forget()
         if self._parts.replicas is not None and not self.is_accumulating:
             self._parts.replicas.note_gradients(self._parts.buckets)
@@ -528,13 +539,13 @@ class TrainingStep(StepContext):
         self._parts.parameter_places.before_step()
         replicas = self._parts.replicas
         if replicas is not None:
-            replicas.before_update(self._log.step, optimizer, buckets)
+            replicas.before_update(self.log.step, optimizer, buckets)
             # Compare in each of the first steps. Otherwise `_uncounted_edits` would report a flipped bit as a script's edit.
-            if is_first and (self._uncounted_edits.watched or replicas.is_due(self._log.step + 1)):
-                replicas.compare(self._log.step + 1, self._changes_of_gathered())
+            if is_first and (self._uncounted_edits.watched or replicas.is_due(self.log.step + 1)):
+                replicas.compare(self.log.step + 1, self._changes_of_gathered())
             if is_first:
                 # Watch for the next comparison from here on, since this update's gathers precede it.
-                self._watch_values(replicas, self._log.step + 2)
+                self._watch_values(replicas, self.log.step + 2)
         if is_first:
             for allocation in self.allocations:
                 allocation.before_step()
@@ -557,8 +568,7 @@ class TrainingStep(StepContext):
         # If nothing is sent, all masters are written back together.
         is_sent = self._parts.tier.is_apart or bool(unsharded(buckets))
         self._sends_early = is_sent and self._may_send_early and sharded.keeps_stepped_rows
-        if self._parts.tier.cores is not None:
-            self._parts.tier.cores.take()
+        self._parts.tier.take_cores()
         # A clip above has set its own state.
         self._enter(TrainingState.STEP)
         return True
@@ -578,7 +588,7 @@ class TrainingStep(StepContext):
             self._parts.nonfinite.end_step(is_taken=is_taken)
         for buffers in self._parts.model_buffers.values():
             buffers.after_step()
-        self._log.step += is_first
+        self.log.step += is_first
         if is_first:
             self.settings.steps += 1
             self.stop_due = self._stop_of_all_ranks()
@@ -586,10 +596,10 @@ class TrainingStep(StepContext):
             self.gradients.stop_agreed = 0
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
-        if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
+        if is_first and parts.copies and parts.copies.is_due(self.log.step, every=self._config.check_replicas_every):
             # While gathers write, values would differ even between equal replicas.
             parts.parameter_gather.finish_all()
-            parts.copies.compare_values(self._log.step)
+            parts.copies.compare_values(self.log.step)
 
     def _stop_of_all_ranks(self) -> int:
         """Returns the largest signal number of all ranks of the run in this step; 0 for none, and between outer steps.
@@ -613,7 +623,7 @@ class TrainingStep(StepContext):
         checksums must run before a send.
         """
         config = self._config
-        waits = config.check_replicas_every > 0 or self._parts.mesh.dp.all_groups.outer is not None
+        waits = config.check_replicas_every > 0 or self._parts.outer is not None
         return not waits and "nvme" not in (config.offload.optimizer, config.offload.params)
 
     def _bucket_stepped(self, bucket: Bucket) -> None:
@@ -635,8 +645,7 @@ class TrainingStep(StepContext):
         left = list(filterfalse(self._written.__contains__, buckets))
         # Copy masters into parameters before any send, because the gather reads the parameters' shard.
         parts.storage.write_back(left)
-        if parts.tier.cores is not None:
-            parts.tier.cores.release()
+        parts.tier.release_cores()
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
         stepped_of = end_step_of(buckets)

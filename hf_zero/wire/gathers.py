@@ -1,5 +1,9 @@
 """All-gathers of parameters in blocks."""
 
+from collections.abc import Callable
+
+import torch
+
 from ..buckets.bucket import Bucket
 from ..comm.transport import Handle
 from ..step.gathers import GATHER, Gather
@@ -18,6 +22,10 @@ class QuantisedGather(Gather):
     def __init__(self, format: BlockFormat):
         super().__init__()
         self._format = format
+
+    @property
+    def rounding(self) -> Callable[[torch.Tensor], None]:
+        return self._format.round_in_place
 
     def start(self, bucket: Bucket) -> Handle:
         group = bucket.group
