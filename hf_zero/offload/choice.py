@@ -4,8 +4,10 @@ import torch
 
 from ..config import OffloadConfig
 from .host_memory import HostCores, choose_host_cores
+from .host_tiers import HostTier, NvmeTier, WindowTier
 from .shards import FileParameters, HostParameters, ParameterTier
-from .tiers import HostTier, NvmeTier, StateFiles, Tier, WindowTier
+from .state_files import StateFiles
+from .tiers import Tier
 from .walk import WINDOW
 
 

@@ -13,7 +13,9 @@ from ..layout.intervals import Interval
 from ..pinned_memory import passing_host_bytes
 from .files import Kind, StoredShard
 from .host_memory import HostCores
-from .tiers import HostTier, NvmeTier, StateFiles, Tier
+from .host_tiers import HostTier, NvmeTier
+from .state_files import StateFiles
+from .tiers import Tier
 
 PARAMETER = "parameter"
 """The kind of a parameter shard in its own file."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..allocation import allocate
-from ..buckets.bucket import ParameterSlot
+from ..buckets.bucket import ParameterSlot, Row
 from ..buckets.clipped_gradient import widen
 from ..buckets.rows import name_of
 from ..comm.waits import Label
@@ -99,3 +99,14 @@ def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]
             "parameter object (model.get_parameter(name)), not a copy or a frozen one."
         )
     return slots[parameter]
+
+
+def cut_to(value: Any, row: Row) -> Any:
+    """Cuts a state tensor of the whole parameter to a row's part, shape and device; scalars stay unchanged."""
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == row.slot.parameter.shape:
+        cut = row.layout.in_parameter
+        value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
+    # Copy, because a view would keep the whole parameter's state in memory.
+    return value.to(row.tensor.device, copy=True)

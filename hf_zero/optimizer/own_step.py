@@ -2,10 +2,11 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments that a script passes to `optimizer.step`: positional and keyword arguments."""
@@ -86,3 +87,19 @@ def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool])
     chosen = [index for index, tensor in enumerate(group["params"]) if wanted(tensor)]
     parallel = [name for name in ("params", "param_names") if name in group]
     return {**group, **{name: [group[name][index] for index in chosen] for name in parallel}}
+
+
+def initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Returns the state after one step of a double with lr 0 and zero gradients, like torch's DCP helpers."""
+    doubles = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters}
+    for double in doubles.values():
+        double.grad = torch.zeros_like(double)
+    settings = settings_of(group) | {"params": list(doubles.values())}
+    if "lr" in settings:
+        settings["lr"] = torch.zeros_like(settings["lr"]) if torch.is_tensor(settings["lr"]) else 0.0
+    trial = double_of(optimizer, settings, {})
+    enter_training(trial)
+    own_step(trial)
+    return {p: dict(trial.state.get(double, {})) for p, double in doubles.items()}

@@ -16,7 +16,7 @@ from ..buckets.rows import PackedPart
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
 from ..offload.device_window import DeviceWindow
-from ..offload.tiers import StateFiles
+from ..offload.state_files import StateFiles
 from .bucket_state import BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
 from .nested_state import DUE

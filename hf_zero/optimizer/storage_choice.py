@@ -9,7 +9,8 @@ from ..buckets.rows import MASTER
 from ..config import ZeroConfig
 from ..layout.blocks import has_blocks
 from ..offload.files import Kind, StoredShard
-from ..offload.tiers import StateFiles, Tier
+from ..offload.state_files import StateFiles
+from ..offload.tiers import Tier
 from .bucket_state import BucketState, MasterStorage, Placeholders, StateStorage
 from .moments_in_blocks import PackedMoments, StateInBlocks, codes_of_groups
 from .rounded_master import RoundedMaster

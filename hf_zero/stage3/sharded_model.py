@@ -15,7 +15,7 @@ from ..buckets.sharded_parameter import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..engine.buffers import place_buffers
-from ..engine.compiled import CompiledLayers
+from ..engine.compiled_layers import CompiledLayers
 from ..hooks.weak import WeakHook, caller_of_hook
 from ..optimizer.storage import OptimizerStorage
 from .gathered import GatheredParameters
@@ -42,6 +42,7 @@ class ShardedModel:
         schedule: gathers and drops units in a pass.
         gathered: gathers parameters outside of forward and backward.
         unit_of: unit and slot of each sharded parameter.
+        is_empty: whether no parameter is sharded.
         edits: number of edits of sharded parameters through `edit_own`.
     """
 
@@ -62,6 +63,7 @@ class ShardedModel:
         self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
+        self.is_empty = not self.unit_of
         self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, storage, device, config.comm.meeting_timeout_s
         )
@@ -75,10 +77,6 @@ class ShardedModel:
         self._codes = CodesInPlace(model) if self.unit_of else None
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in self._sharded if self._casts_weights_of(module))
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.unit_of
 
     def compile_layers(self, entry: nn.Module) -> int:
         """If the script has compiled the whole model, compiles each layer instead; returns the number of compiled layers."""

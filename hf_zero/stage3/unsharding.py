@@ -200,7 +200,7 @@ class Unsharding:
         self._use(unit, backward=True)
 
     def agree_on_starts(self) -> None:
-        """Joins the next agreement of the other ranks, if no gather precedes it."""
+        """Joins the next agreement of the other ranks, unless a gather comes first."""
         self._order.agree_on_starts()
 
     def end_gathers(self) -> None:
@@ -427,7 +427,9 @@ class Unsharding:
                 unit.free()
 
     def _refuse_unseen_edits(self) -> None:
-        refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])
+        compared = [unit.unseen for unit in self.units if unit.unseen.compared]
+        if compared:
+            refuse_unseen_edits(compared)
 
     def _watch(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         # Skip tensors that the layer only passes through (T5's position bias): another module created them, so their hooks would

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..buckets.bucket import Bucket, Row
@@ -15,6 +14,7 @@ from ..comm.transport import Transport
 from ..comm.waits import Label
 from ..config import ZeroConfig
 from ..queues import HostValue
+from .nonfinite_source import where_from
 from .norm import Measured
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ class NonFiniteCheck:
         self._model = model
         self._among = among
         self._transport = transport
-        self._log = transport.watch.log
         self._speaks = speaks
         self._wanted = config.nonfinite != "ignore"
         self._may_skip = config.nonfinite == "skip"
@@ -140,10 +139,11 @@ class NonFiniteCheck:
         Raises:
             NonFiniteGradientError: the run is to end.
         """
+        source = self._model, self._transport, self._losses
         if not self._may_skip:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused. "
-                f"{self._where_from(rows)}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
+                f"{where_from(*source, rows)}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
                 "`nonfinite: ignore` takes them."
             )
         if self.skips:
@@ -152,7 +152,7 @@ class NonFiniteCheck:
         self.skips = True
         self._in_a_row += 1
         # Collective, so all ranks call this, even the ranks that do not log.
-        where = self._where_from(rows)
+        where = where_from(*source, rows)
         if self._in_a_row > _MOST_IN_A_ROW:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}, and {_MOST_IN_A_ROW} bad steps in a row have been left out "
@@ -196,43 +196,3 @@ class NonFiniteCheck:
     def forget_batches(self) -> None:
         """Drops the losses noted so far, which belong to no future step."""
         self._losses.clear()
-
-    def _where_from(self, rows: Sequence[Row]) -> str:
-        """Describes the source of a NaN or infinite gradient in sentences, equal on all ranks. Collective."""
-        place_of = {name: place for place, (name, _) in enumerate(self._model.named_parameters())}
-        mine = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
-        bad_losses = [
-            (micro + 1, loss.item())
-            for micro, loss in enumerate(self._losses)
-            if loss is not None and not torch.isfinite(loss)
-        ]
-        known = sum(loss is not None for loss in self._losses)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        everyone = self._transport.exchange((rank, mine, bad_losses, known))
-        # Backward runs from the last parameter to the first, so a bad gradient makes the gradients of all earlier layers bad.
-        names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
-        return f"{_of_parameters(names)}{self._of_batches(everyone)}"
-
-    def _of_batches(self, everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]]) -> str:
-        count = max(len(self._losses), 1)
-        step = f"It is step {self._log.step + 1} since the engine was built"
-        for rank, _, bad, _ in everyone:
-            if bad:
-                micro, loss = bad[0]
-                of = f", micro-batch {micro} of {count}" if count > 1 else ""
-                return f"{step}{of} on rank {rank}: its loss is {loss}. "
-        if all(known for _, _, _, known in everyone):
-            return f"{step}; the losses that the model returned in it are finite on all ranks. "
-        return f"{step}. "
-
-
-def _of_parameters(names: Sequence[str]) -> str:
-    """
-    Args:
-        names: in the order of backward.
-    """
-    if not names:
-        return ""
-    unit, _, _ = names[0].rpartition(".")
-    more = f", and {len(names) - 1} more behind it" if len(names) > 1 else ""
-    return f"First parameters in backward: {', '.join(names[:3])} (in {unit or 'the model itself'}{more}). "

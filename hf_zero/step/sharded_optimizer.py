@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import is_
@@ -19,18 +19,16 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..layout.intervals import Interval
-from ..optimizer.full_state import full_state
+from ..optimizer.full_state import cut_to, full_state
 from ..optimizer.nested_state import with_each
 from ..optimizer.own_step import (
     NO_ARGUMENTS,
-    double_of,
-    enter_training,
     group_with,
+    initial_state,
     is_of_torch,
     note_arguments,
-    own_step,
-    settings_of,
 )
+from ..optimizer.parameter_lookups import look_up_rows, look_up_whole, stand_in, take_out
 from ..optimizer.scope import is_of_bitsandbytes, kept_by_parameter
 from ..optimizer.state_by_parameter import StateByParameter
 from ..optimizer.storage import OptimizerStorage
@@ -118,9 +116,9 @@ class ShardedOptimizer:
             if not row.is_parameter:
                 # Share the dict, so a step that reads attributes of parameters (`lr_scale`) also sees later changes.
                 row.tensor.__dict__ = row.slot.parameter.__dict__
-        self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
+        self._stand_ins = [(held, stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
         if is_of_bitsandbytes(optimizer):
-            self._look_up_whole(rows)
+            look_up_whole(optimizer, self.whole_groups, rows)
         self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         whole = [p for group in self.whole_groups for p in group if p in slots]
         self._cut_slots = {p: slots[p] for p in whole if p not in rows or not rows[p].is_parameter}
@@ -228,7 +226,7 @@ class ShardedOptimizer:
                     found = full_state(slot, mine, self._storage, self._timeout_s, "the optimizer's whole state")
                 state[parameter] = found
             if not any(state[parameter] for parameter in whole):
-                state.update(_initial_state(self.optimizer, group, whole))
+                state.update(initial_state(self.optimizer, group, whole))
         return state
 
     def _name_groups(self, parameters: Sequence[tuple[list[Any], list[str] | None]]) -> None:
@@ -270,13 +268,9 @@ class ShardedOptimizer:
             if names is not None:
                 group["param_names"] = names
         for held, added in self._stand_ins:
-            for key in added:
-                if isinstance(held, dict):
-                    held.pop(key, None)
-                else:
-                    held.discard(key)
-        for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
-            self.optimizer.__dict__.pop(method, None)
+            take_out(held, added)
+        if is_of_bitsandbytes(self.optimizer):
+            look_up_rows(self.optimizer)
         self.optimizer.state = defaultdict(dict, self.optimizer.state)
         # The state belongs to rows, whose shapes do not fit the whole parameters.
         if not self._is_whole:
@@ -288,41 +282,6 @@ class ShardedOptimizer:
         del changed.zero_grad
         del changed.add_param_group
         del changed._hf_zero_keeps
-
-    def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:
-        """Makes an optimizer of bitsandbytes look a row up under the index of its whole parameter.
-
-        `GlobalOptimManager` finds a script's settings by a Parameter's identity and index. Rows are different tensors, and the
-        groups on a rank have fewer entries.
-        """
-        changed: Any = self.optimizer
-        groups = [{"params": whole} for whole in self.whole_groups]
-        index_of = {
-            id(rows[p].tensor): (number, index)
-            for number, whole in enumerate(self.whole_groups)
-            for index, p in enumerate(whole)
-            if p in rows
-        }
-
-        @contextmanager
-        def in_whole_groups() -> Iterator[None]:
-            changed.param_groups, own = groups, changed.param_groups
-            try:
-                yield
-            finally:
-                changed.param_groups = own
-
-        def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            # Look the index up before the groups are exchanged, because it refers to the groups of rows.
-            index = index_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
-            with in_whole_groups():
-                return type(changed).get_config(changed, *index, group)
-
-        def check_overrides() -> None:
-            with in_whole_groups():
-                type(changed).check_overrides(changed)
-
-        changed.get_config, changed.check_overrides = get_config, check_overrides
 
     def _make_zero_grad(self) -> Callable[..., None]:
         """Makes a zero_grad with the optimizer's own zero_grad for the rows, and the same for the whole parameters.
@@ -462,22 +421,6 @@ class ShardedOptimizer:
             )
 
 
-def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]:
-    """Adds rows next to their parameters to an optimizer's own dict or set; returns the added keys."""
-    row_of = {id(row.slot.parameter): row for row in rows}
-    added: list[Any] = []
-    for key in list(held):
-        row = row_of.get(id(key) if torch.is_tensor(key) else key)
-        if row is None:
-            continue
-        added.append(row.tensor if torch.is_tensor(key) else id(row.tensor))
-        if isinstance(held, dict):
-            held[added[-1]] = held[key]
-        else:
-            held.add(added[-1])
-    return added
-
-
 def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
     """Names the shard and the layout of an optimizer's state; equal for equal layouts."""
     numel = sum(bucket.layout.numel for bucket in buckets)
@@ -495,33 +438,6 @@ def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
     sharded = sharded_of(optimizer)
     parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
     return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
-
-
-def _initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
-) -> dict[torch.Tensor, dict[str, Any]]:
-    """Returns the state after one step of a double with lr 0 and zero gradients, like torch's DCP helpers."""
-    doubles = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters}
-    for double in doubles.values():
-        double.grad = torch.zeros_like(double)
-    settings = settings_of(group) | {"params": list(doubles.values())}
-    if "lr" in settings:
-        settings["lr"] = torch.zeros_like(settings["lr"]) if torch.is_tensor(settings["lr"]) else 0.0
-    trial = double_of(optimizer, settings, {})
-    enter_training(trial)
-    own_step(trial)
-    return {p: dict(trial.state.get(double, {})) for p, double in doubles.items()}
-
-
-def cut_to(value: Any, row: Row) -> Any:
-    """Cuts a state tensor of the whole parameter to a row's part, shape and device; scalars stay unchanged."""
-    if not torch.is_tensor(value) or value.dim() == 0:
-        return value
-    if value.shape == row.slot.parameter.shape:
-        cut = row.layout.in_parameter
-        value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
-    # Copy, because a view would keep the whole parameter's state in memory.
-    return value.to(row.tensor.device, copy=True)
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -19,7 +19,7 @@ class StepContext(ABC):
 
     @abstractmethod
     def start_passed_over(self, bucket: Bucket) -> bool:
-        """Called before `bucket` gets a buffer. Starts an earlier bucket that is not full; returns whether one was started."""
+        """Called before `bucket` gets a buffer. Starts an earlier, partly filled bucket; returns whether one was started."""
 
     @abstractmethod
     def start_up_to(self, number: int) -> None:
@@ -27,7 +27,7 @@ class StepContext(ABC):
 
     @abstractmethod
     def agree_on_starts(self) -> None:
-        """Called when this rank asks the others to start reductions. Joins their next agreement if no gather precedes it."""
+        """Called when this rank asks the others to start reductions. Joins their next agreement, unless a gather comes first."""
 
     @abstractmethod
     def end_gathers(self) -> None:

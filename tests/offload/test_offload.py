@@ -38,8 +38,8 @@ from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, 
 from hf_zero.offload import run_folder
 from hf_zero.offload.choice import Placement
 from hf_zero.offload.host_memory import HostCores, host_memory_fault
+from hf_zero.offload.host_tiers import HostTier
 from hf_zero.offload.run_folder import RunFolder
-from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.bucket_steps import BucketStep
 from hf_zero.optimizer.trial_step import state_kinds
 

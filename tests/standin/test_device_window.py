@@ -20,7 +20,7 @@ from hf_zero.device import allocated_bytes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.offload.device_window import WINDOW, DeviceWindow, HostBytes
 from hf_zero.offload.host_memory import HostCores
-from hf_zero.offload.tiers import HostTier, WindowTier
+from hf_zero.offload.host_tiers import HostTier, WindowTier
 from hf_zero.optimizer.bucket_steps import BucketStep
 from hf_zero.planner.layouts import lay_out, ranks_without_a_group
 

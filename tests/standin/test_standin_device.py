@@ -35,8 +35,8 @@ from hf_zero.extras import is_installed
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.host_memory import HostCores, ShareOfCores
+from hf_zero.offload.host_tiers import HostTier
 from hf_zero.offload.shards import FileMover
-from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window
 from hf_zero.pinned_memory import PinnedPool, pinned
 from hf_zero.presence.arrivals import CommunicationError
