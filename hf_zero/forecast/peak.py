@@ -232,7 +232,7 @@ def forecast(
         accumulates: a step has several micro-batches, so gradients exist when the forward of the last one starts.
     """
     offload = config.offload
-    moved = _moved(plan, costs, config)
+    moved = _moved(costs, config)
     state = {
         "parameters": plan.parameters,
         "frozen": plan.frozen,
@@ -335,15 +335,15 @@ def forecast_ddp(
     )
 
 
-def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> dict[str, dict[str, int]]:
+def _moved(costs: Sequence[BucketCost], config: ZeroConfig) -> dict[str, dict[str, int]]:
     """Kind → bytes in host memory and in files, with or without an accelerator."""
     offload = config.offload
     found: dict[str, dict[str, int]] = {"host": {}, "files": {}}
     if offload.moves_state:
-        share = _share_apart(costs)
+        moved = [c for c in costs if c.trained and (c.apart or c.visits or c.state_in_files)]
         where = found["files" if offload.optimizer == "nvme" else "host"]
-        where["optimizer state"] = int((plan.optimizer or 0) * share)
-        where["masters"] = int(plan.masters * share)
+        where["optimizer state"] = sum(c.state_bytes or 0 for c in moved)
+        where["masters"] = sum(c.kept_master_bytes for c in moved)
         # Reduced gradients are in host memory for both tiers of state.
         reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.apart)
         found["host"]["gradients"] = reduced
@@ -352,12 +352,6 @@ def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> 
         where["parameters"] = sum(c.parameter_bytes for c in costs if c.trained and c.sharded)
         where["frozen"] = sum(c.parameter_bytes for c in costs if not c.trained and c.sharded)
     return found
-
-
-def _share_apart(costs: Sequence[BucketCost]) -> float:
-    trained = [cost for cost in costs if cost.trained]
-    moved = sum(cost.layout.numel for cost in trained if cost.apart or cost.visits or cost.in_files)
-    return moved / max(1, sum(cost.layout.numel for cost in trained))
 
 
 def _ordered(held: Mapping[str, int]) -> dict[str, int]:

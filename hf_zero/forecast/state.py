@@ -25,8 +25,9 @@ class BucketCost:
         sharded: parameters are kept as a shard (stage 3).
         trained: False for parameters with neither gradient nor state.
         apart: masters and reduced gradients are offloaded.
+        in_blocks: moments are stored in blocks of 8-bit codes.
         visits: optimizer state and separate masters are in host memory, and on the device for their step.
-        in_files: bytes of a shard's element in files, for its parameters, master and state together.
+        state_in_files, parameters_in_files: optimizer state, or shards of parameters, are in files, each with the kept masters.
     """
 
     layout: BucketLayout
@@ -41,13 +42,35 @@ class BucketCost:
     sharded: bool = False
     trained: bool = True
     apart: bool = False
+    in_blocks: bool = False
     visits: bool = False
-    in_files: int = 0
+    state_in_files: bool = False
+    parameters_in_files: bool = False
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters kept by a rank all the time."""
         return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
+
+    @property
+    def kept_master_bytes(self) -> int:
+        """Bytes of the rank's master between steps."""
+        return self.layout.shard_numel * self.master_bytes * self.keeps_master
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of the rank's optimizer state as it is stored; None if not known in advance."""
+        if self.state_itemsizes is None:
+            return None
+        if self.in_blocks:
+            return len(self.state_itemsizes) * moment_bytes(self.layout, self.master_bytes)
+        return sum(self.state_itemsizes) * self.layout.shard_numel
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the rank's parameters, master and state in files."""
+        found = self.parameter_bytes * self.parameters_in_files + (self.state_bytes or 0) * self.state_in_files
+        return found + self.kept_master_bytes * (self.state_in_files or self.parameters_in_files)
 
     @property
     def own_numel(self) -> int:
@@ -147,7 +170,7 @@ def plan_states(
         accumulates: a step has several micro-batches.
     """
     # Count before frozen buckets are dropped from `costs`, because their shards may also be in files.
-    in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
+    in_files = sum(cost.file_bytes for cost in costs)
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
     waits = accumulates and config.accumulates_locally
@@ -160,7 +183,7 @@ def plan_states(
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
         frozen=frozen,
-        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
+        masters=sum(cost.kept_master_bytes for cost in costs),
         gradients=gradients,
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs)
         if config.comm.gradients != "none"
@@ -168,7 +191,7 @@ def plan_states(
         gradient_buffers=_buffer_bytes(pool_numel([cost.layout for cost in costs], GRAD_BUFFERS), costs)
         if pooled
         else 0,
-        optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
+        optimizer=_sum_if_known([cost.state_bytes for cost in costs]),
         in_files=in_files,
     )
 
@@ -181,14 +204,6 @@ def _sum_if_known(parts: Sequence[int | None]) -> int | None:
 
 def _whole_state_bytes(cost: BucketCost) -> int | None:
     return None if cost.state_itemsizes is None else sum(cost.state_itemsizes) * cost.own_numel
-
-
-def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
-    if cost.state_itemsizes is None:
-        return None
-    if config.quantises_moments:
-        return len(cost.state_itemsizes) * moment_bytes(cost.layout, cost.master_bytes)
-    return sum(cost.state_itemsizes) * cost.layout.shard_numel
 
 
 def _buffer_bytes(whole_numel: int, costs: Sequence[BucketCost]) -> int:

@@ -397,7 +397,7 @@ def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
 
 
 def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None) -> BucketCost:
-    precision = bucket.precision
+    precision, is_sharded = bucket.precision, isinstance(bucket.memory, GatheredMemory)
     return BucketCost(
         layout=bucket.layout,
         param_bytes=precision.kept.itemsize,
@@ -408,20 +408,11 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
         has_master=precision.has_master,
         keeps_master=bucket.keeps_master,
         state_itemsizes=itemsizes,
-        sharded=isinstance(bucket.memory, GatheredMemory),
+        sharded=is_sharded,
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
         visits=bucket.tier.window is not None,
-        in_files=_bytes_in_files(engine, bucket, sum(itemsizes or ())),
+        in_blocks=engine.config.quantises_moments,
+        state_in_files=bucket.tier.name == IN_FILES,
+        parameters_in_files=is_sharded and engine.parameter_tier.name == IN_FILES,
     )
-
-
-def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int:
-    """Returns the bytes in files per element of the bucket's shard."""
-    precision, params = (
-        bucket.precision,
-        engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
-    )
-    state = state_bytes if bucket.tier.name == IN_FILES else 0
-    separate = bucket.is_away and bucket.keeps_master
-    return params * precision.kept.itemsize + state + separate * precision.master.itemsize

@@ -16,7 +16,6 @@ from ..config import ZeroConfig
 from ..engine.division import Division, Part, SplitKinds, owners, precision_of, shards_parameters
 from ..forecast.peak import Activations, Forecast, Passing, forecast, forecast_ddp
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
-from ..layout.blocks import moment_bytes
 from ..layout.buckets import USUAL_ALIGNMENT, BucketLayout
 from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.device_window import WINDOW as ON_DEVICE
@@ -185,7 +184,14 @@ def _lay_out(
                 state_of[tried] = _state_of(optimizers, *tried)
             by_kernel = has_kernels and key.optimizer >= 0 and _has_kernel(optimizers[key.optimizer])
             made = _planned(
-                part, layout, place, precision, state_of[tried], in_place=may_lie_in_place, by_kernel=by_kernel
+                part,
+                layout,
+                place,
+                precision,
+                state_of[tried],
+                in_place=may_lie_in_place,
+                by_kernel=by_kernel,
+                in_blocks=config.quantises_moments,
             )
             buckets.append(made)
     others = [p for name, p in model.named_parameters() if name not in taken]
@@ -202,6 +208,7 @@ def _planned(
     *,
     in_place: bool,
     by_kernel: bool,
+    in_blocks: bool,
 ) -> PlannedBucket:
     """Returns a bucket with its cost.
 
@@ -213,6 +220,7 @@ def _planned(
         state: bytes per element of each kind of optimizer state.
         in_place: whether a shard with the dtype of the parameters may be a part of the gathered memory.
         by_kernel: whether a GPU kernel steps the bucket; it reads bfloat16 gradients as they were reduced.
+        in_blocks: whether moments are stored in blocks.
     """
     stays_reduced = by_kernel and precision.reduced == torch.bfloat16 and not place.is_apart
     is_master = place.parameters_are_masters and precision.master == precision.kept
@@ -237,9 +245,9 @@ def _planned(
             trained=cast(BucketKey, layout.key).trained,
             apart=place.is_apart,
             visits=place.visits,
-            in_files=place.bytes_in_files(
-                precision.kept.itemsize * part.sharded, sum(state or ()), precision.master.itemsize * keeps_master
-            ),
+            in_blocks=in_blocks,
+            state_in_files=place.state_in_files,
+            parameters_in_files=place.parameters_in_files,
         ),
     )
 
@@ -271,14 +279,6 @@ class _Place:
     state_in_files: bool
     parameters_in_files: bool
     parameters_are_masters: bool
-
-    def bytes_in_files(self, parameter: int, state: int, master: int) -> int:
-        """Returns the bytes in files per element."""
-        return (
-            self.parameters_in_files * parameter
-            + self.state_in_files * state
-            + (self.state_in_files or self.parameters_in_files) * master
-        )
 
 
 class _Places:
@@ -456,17 +456,15 @@ def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
 def _window_bytes(layout: Layout) -> int:
     """Returns the bytes of state passing through host memory to and from files, or through the device: the largest buckets."""
     in_files = layout.config.offload.optimizer == "nvme"
-    passing = [cost for cost in layout.costs if cost.trained and (cost.in_files if in_files else cost.visits)]
-    sizes = [_state_bytes(layout.config, cost) for cost in passing]
+    passing = [cost for cost in layout.costs if cost.trained and (cost.file_bytes if in_files else cost.visits)]
+    sizes = [_passing_bytes(cost) for cost in passing]
     return sum(sorted(sizes, reverse=True)[: 1 + WINDOW if in_files else ON_DEVICE])
 
 
-def _state_bytes(config: ZeroConfig, cost: BucketCost) -> int:
-    """Returns the bytes of a bucket's optimizer state and separate master on a rank."""
-    itemsizes, numel = cost.state_itemsizes or (), cost.layout.shard_numel
-    in_blocks = config.quantises_moments and cost.visits
-    state = len(itemsizes) * moment_bytes(cost.layout, cost.master_bytes) if in_blocks else sum(itemsizes) * numel
-    return state + numel * cost.master_bytes * cost.keeps_master
+def _passing_bytes(cost: BucketCost) -> int:
+    """Returns the bytes of a bucket's optimizer state and separate master during its step: from files, without blocks."""
+    state = cost.state_bytes if cost.visits else sum(cost.state_itemsizes or ()) * cost.layout.shard_numel
+    return (state or 0) + cost.kept_master_bytes
 
 
 # ---- The time of a step of a set-up, simulated from the engine's buckets and the traced work ----
@@ -542,7 +540,7 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
 
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
-    config, offload = layout.config, layout.config.offload
+    offload = layout.config.offload
     on_device = on_host = down = up = visits = edge = 0
     for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
         numel, state = cost.layout.shard_numel, sum(cost.state_itemsizes or ())
@@ -555,7 +553,7 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
             edge = max(edge, numel * cost.gradient_bytes)
         else:
             on_device += stepped
-        visits += _state_bytes(config, cost) * cost.visits
+        visits += _passing_bytes(cost) * cost.visits
     fetched = sum(b.cost.parameter_bytes for b in layout.buckets) if offload.moves_params else 0
     # Gradients of earlier micro-batches are in memory before the last backward.
     gradients = layout.plan().gradients if micro_batches == 1 else 0
@@ -573,21 +571,9 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         window_bytes=_window_bytes(layout) if visits else 0,
         freed_bytes=max(0, activations.saved_bytes * (offload.activations != "cpu") - gradients),
         # All state and masters of a step are read and written.
-        disk_bytes=sum(2 * _file_bytes(config, bucket.cost) for bucket in layout.buckets if bucket.cost.trained),
+        disk_bytes=sum(2 * bucket.cost.file_bytes for bucket in layout.buckets if bucket.cost.trained),
         fetched_bytes=fetched,
         moved_activation_bytes=activations.saved_bytes if offload.activations == "cpu" else 0,
         # The ranks of one sequence are neighbors, so the bandwidth within a node applies.
         exchange_s=activations.exchanged_bytes / machine.node_bytes_a_second,
     )
-
-
-def _file_bytes(config: ZeroConfig, cost: BucketCost) -> int:
-    """Returns the bytes of a bucket's shard in files."""
-    found = cost.layout.shard_numel * cost.in_files
-    if config.offload.optimizer == "nvme" and config.quantises_moments and cost.in_files:
-        # `in_files` has the moments without blocks.
-        itemsizes = cost.state_itemsizes or ()
-        found += (
-            len(itemsizes) * moment_bytes(cost.layout, cost.master_bytes) - sum(itemsizes) * cost.layout.shard_numel
-        )
-    return found
