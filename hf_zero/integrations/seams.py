@@ -213,7 +213,10 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_compiled_call_impl",),
-        where=("engine/compiled",),
+        where=(
+            "engine/compiled",
+            "engine/compiled_layers",
+        ),
         why="Whether `module.compile()` has been called.",
         test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
     ),
