@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..hooks.guards import ALIASING, Guard, Guarded
-from ..hooks.tensors import leaves
+from ..hooks.tensors import is_in_backward, leaves
 from ..hooks.weak import WeakMethod
 
 # `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
@@ -69,6 +69,9 @@ class GradientState(Enum):
     SPENT = "spent"
 
 
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
+
+
 class ShardedGradient(torch.Tensor):
     """Replaces a gradient sharded over the ranks.
 
@@ -98,6 +101,17 @@ class ShardedGradient(torch.Tensor):
         self.state = GradientState.HELD
         self._name = name
         return self
+
+    @property  # torch's is an attribute in C
+    def data(self) -> torch.Tensor:
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if not isinstance(values, ShardedGradient):
+            # torch would accept other values, which no step would read.
+            raise self._unreadable("setting its `data`")
+        _DATA.__set__(self, values)
 
     def take_pending(self) -> torch.Tensor | None:
         pending, self.pending = self.pending, None
@@ -158,8 +172,8 @@ class ShardedGradient(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             # Returns the stand-in itself: a copy would not notice later zeroing by the script or freeing by a step.
             return args[0]
-        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
-            # Autograd accumulates a further backward.
+        if func is torch.ops.aten.add_.Tensor and _is_by_autograd(*args, **kwargs or {}):
+            # Autograd accumulates a further backward. Noise or decay that a script adds to `p.grad` would be lost with the sum.
             args[0]._add(args[1])
             return args[0]
         if func is torch.ops.aten.zero_.default:
@@ -171,6 +185,17 @@ class ShardedGradient(torch.Tensor):
             return args[0]._moved(**kwargs)
         # Any other operation needs values of all ranks. With zeros or None here, a clip would silently be wrong.
         raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
+
+
+def _is_by_autograd(target: object, added: object, *, alpha: float = 1) -> bool:
+    """Whether autograd adds the gradient of a further backward, instead of a script that edits `p.grad`."""
+    return (
+        is_in_backward()
+        and alpha == 1
+        and isinstance(target, ShardedGradient)
+        and isinstance(added, torch.Tensor)
+        and added.shape == target.shape
+    )
 
 
 _NORMS = frozenset(

@@ -35,6 +35,8 @@ _ANSWER_S = 2.5
 """Time limit of an answer: a rank looks for questions every `_BEAT_S`."""
 _STORE_S = 1.0
 """Additional time limit for a few store calls."""
+_REGISTER_S = 60.0
+"""Time limit of the first call to the store: all ranks connect at once, perhaps on machines that do other work."""
 _GLANCE_S = 0.05
 _LOOK_S = 1.0
 _LISTED = 8
@@ -79,7 +81,11 @@ class Watchdog(Watch):
         self.script_wait: Wait | None = None
         reference = weakref.ref(self)
         self._thread = StoreThread(_STORE_S, lambda store: _beat(reference, store), _BEAT_S)
-        self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
+        try:
+            self._thread.ask(lambda store: self._seen_by(store).register(), _REGISTER_S)
+        except StoreSilentError as error:
+            self._thread.close(_STORE_S)
+            raise CommunicationError(f"hf_zero: {error}. Look at that process and its host.") from error
         # Close before Python ends as well: a thread returning from torch after the end would abort the process.
         weakref.finalize(self, self._thread.close, _STORE_S)
         self._has_announced_end = False

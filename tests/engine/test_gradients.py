@@ -242,6 +242,54 @@ def test_a_gradient_set_by_hand_is_not_passed_over(rank, world_size, stage):
         optimizer.step()
 
 
+EDITS = {
+    "noise": lambda grad: grad.add_(torch.full(grad.shape, 0.1)),
+    "a number": lambda grad: grad.add_(0.1),
+    "decay": lambda grad: grad.add_(torch.ones(grad.shape), alpha=0.1),
+    "+=": lambda grad: grad.__iadd__(torch.ones(grad.shape)),
+    "sub_": lambda grad: grad.sub_(0.1),
+    "data": lambda grad: grad.data.add_(0.1),
+    "data of a hook": lambda grad: grad.detach().mul_(0.5),
+    "foreach": lambda grad: torch._foreach_add_([grad], 0.1),
+    "foreach, tensors": lambda grad: torch._foreach_add_([grad], [torch.ones(grad.shape)]),
+    "copy_": lambda grad: grad.copy_(torch.ones(grad.shape)),
+    "an index": lambda grad: grad.__setitem__(0, 0.0),
+    "data replaced": lambda grad: setattr(grad, "data", torch.ones(grad.shape)),
+    "lerp_": lambda grad: grad.lerp_(torch.ones(grad.shape), 0.1),
+    "clamp_": lambda grad: grad.clamp_(-0.1, 0.1),
+    "nan_to_num_": lambda grad: torch.nan_to_num_(grad),
+    "fill_": lambda grad: grad.fill_(0.0),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_shared_ranks
+def test_an_edit_of_a_sharded_gradient_is_made_or_raises(rank, world_size, stage):
+    model, _, engine = built(stage)
+    for name, edit in EDITS.items():
+        model(**batch(rank, 1)).loss.backward()
+        parameter = model.get_parameter("transformer.ln_f.weight")
+        try:
+            with pytest.raises((ShardedGradientError, RuntimeError)):
+                edit(parameter.grad)
+        except pytest.fail.Exception as silent:
+            raise AssertionError(f"{name}: the edit was neither made nor refused") from silent
+        check(engine, model, whole_gradients(world_size, 1))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_shared_ranks
+def test_an_edit_of_a_sharded_gradient_within_a_backward_raises(rank, world_size, stage):
+    model, _, _ = built(stage)
+    parameter = model.get_parameter("transformer.ln_f.weight")
+    model(**batch(rank, 1)).loss.backward()
+    loss = model(**batch(rank, 2)).loss
+    loss.register_hook(lambda _: parameter.grad.add_(torch.ones(parameter.shape), alpha=0.5))
+    with pytest.raises(ShardedGradientError, match="can neither read nor change"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @on_shared_ranks
 def test_sharded_gradients_are_clipped_truly_or_raise(rank, world_size, stage):

@@ -40,6 +40,20 @@ def refusal(timeout_s: float = 1800.0) -> tuple[CommunicationError, float]:
     return caught.value, time.monotonic() - began_s
 
 
+@on_ranks(2)
+def test_a_store_that_needs_some_seconds_to_answer_does_not_end_a_run_at_its_start(rank, world_size, monkeypatch):
+    # 20 s pass in each second, so the store answers after eight.
+    slow, began_s, now = RankProcesses.register, time.monotonic(), time.monotonic
+    monkeypatch.setattr(RankProcesses, "register", lambda processes: (time.sleep(0.4), slow(processes)))
+    with mock.patch("hf_zero.presence.store.time", SimpleNamespace(monotonic=lambda: began_s + 20 * (now() - began_s))):
+        watchdog = Watchdog(rank, world_size, "slow")
+    dist.barrier()
+    with mock.patch.multiple("hf_zero.presence.watchdog", _REGISTER_S=0.1):
+        with pytest.raises(CommunicationError, match=r"hf_zero: .*store.* has not answered for .*Look at that process"):
+            Watchdog(rank, world_size, "silent")
+    watchdog.leave(10)
+
+
 @pytest.mark.parametrize(
     ("victim", "when"), [(0, "before it comes"), (1, "before it comes"), (1, "once all are there")]
 )
