@@ -178,8 +178,14 @@ class OptimizerStorage:
     def before_forward(self) -> None:
         if self._window is not None:
             self._window.drop_fetched()
-        for steps in self._steps:
-            steps.reregister()
+        if not self.hooks_are_last:
+            for steps in self._steps:
+                steps.reregister()
+
+    @property
+    def hooks_are_last(self) -> bool:
+        """Whether the steps of buckets run after all hooks that a script has registered before a step."""
+        return all(self.comes_last(steps.optimizer) for steps in self._steps)
 
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no other hook runs between the steps of an optimizer's buckets and its own step."""

@@ -59,6 +59,14 @@ class _ShardMark(str):
         return self
 
 
+def _with_argument(args: tuple, kwargs: dict, old: Any, new: Any) -> tuple[tuple, dict]:
+    """Returns the arguments of a call with `new` in place of `old`."""
+    return (
+        tuple(new if value is old else value for value in args),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )
+
+
 class ShardedOptimizer:
     """Replaces the parameters in an optimizer's groups by rows, and calls the engine around each step.
 
@@ -324,16 +332,17 @@ class ShardedOptimizer:
         settings = self.optimizer.param_groups[row.slot.bucket.key.group]
         return with_dimensions(with_each(whole, functools.partial(cut_to, row=row)), row, self.optimizer, settings)
 
-    def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
+    def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._is_inside_step():
             self._inner_steps += 1
-            return
+            return None
+        called = None
         # args[0] is the optimizer itself.
-        if any(callable(value) and not torch.is_tensor(value) for value in (*args[1:], *kwargs.values())):
-            raise ValueError(
-                "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
-                "step. Call backward first, then optimizer.step()."
-            )
+        closure = next((v for v in (*args[1:], *kwargs.values()) if callable(v) and not torch.is_tensor(v)), None)
+        if closure is not None:
+            loss = self._loss_of(closure)
+            called = _with_argument(args, kwargs, closure, lambda: loss)
+            args, kwargs = _with_argument(args, kwargs, closure, None)
         is_given = any(value is not None for value in (*args[1:], *kwargs.values()))
         if is_given or self._has_arguments:
             note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
@@ -345,6 +354,23 @@ class ShardedOptimizer:
         self.follow_state_edits()
         if not self._step.before_step(self._index):
             self._begin_skip()
+        return called
+
+    def _loss_of(self, closure: Any) -> Any:
+        """Runs a closure before the step, as the steps of torch's optimizers do; the step is then handed the result."""
+        if not is_of_torch(self.optimizer):
+            raise ValueError(
+                f"hf_zero: {type(self.optimizer).__name__}.step(closure) is not supported: a class from outside of torch may run "
+                "the closure, and its backward, in the middle of the step. Call backward first, then optimizer.step()."
+            )
+        if not self._storage.hooks_are_last:
+            # The closure's forward would change the order of the hooks, which torch is calling now.
+            raise ValueError(
+                f"hf_zero: {type(self.optimizer).__name__} has a hook before its step that was registered after it was prepared, "
+                "and its first step has a closure. Register the hook before accelerator.prepare, or run a forward first."
+            )
+        with torch.enable_grad():
+            return closure()
 
     def _is_inside_step(self) -> bool:
         """Whether the step of a class calls its parent's step, around which torch runs the hooks again.

@@ -1,5 +1,6 @@
 """Models and loops that are not a chain of layers with a forward, a backward and a step: trained as under DDP, or refused."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from unittest import mock
@@ -346,6 +347,71 @@ def test_arguments_of_an_optimizers_own_step_are_passed_on(rank, world_size, tmp
     places = [{"optimizer": "nvme", "nvme_path": folder}, {"optimizer": "cpu"}]
     for settings in [*({"stage": stage} for stage in STAGES), *({"stage": 2, "offload": place} for place in places)]:
         assert all(map(torch.equal, with_arguments(rank, settings), expected)), settings
+
+
+def with_closures(rank: int, make_optimizer: Callable[..., torch.optim.Optimizer], settings: dict | None) -> list:
+    model = entry = chain()
+    optimizer = make_optimizer(model.parameters())
+    if settings is None:
+        entry = DistributedDataParallel(model)
+    else:
+        engine = ZeroEngine(model, [optimizer], {**settings, "bucket_bytes": "1KiB"})
+    found = []
+    for number, batch in enumerate(batches(rank, 4)):
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = entry(batch).square().mean()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure) if number % 2 else optimizer.step(closure=closure)
+        found.append(loss.detach())
+        if number == 2:
+            # A failed closure changes nothing.
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+    if settings is not None:
+        engine.close()
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@on_ranks(2)
+def test_closures_of_torchs_optimizers_train_as_under_ddp(rank, world_size, tmp_path):
+    places = [{"optimizer": "nvme", "nvme_path": str(tmp_path)}, {"optimizer": "cpu"}]
+    settings = [*({"stage": stage} for stage in STAGES), *({"stage": 2, "offload": place} for place in places)]
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    for make_optimizer in (sgd, functools.partial(torch.optim.AdamW, lr=1e-2)):
+        expected = with_closures(rank, make_optimizer, None)
+        for each in settings:
+            assert all(map(torch.equal, with_closures(rank, make_optimizer, each), expected)), (make_optimizer, each)
+    with pytest.raises(ValueError, match=r"Scaled\.step\(closure\) is not supported: .*backward first"):
+        with_closures(rank, functools.partial(Scaled, lr=0.1), {"stage": 1})
+
+
+@on_ranks(2)
+def test_a_hook_before_the_step_that_is_registered_late_sees_the_gradients_of_a_closure_or_is_named(rank, world_size):
+    model, seen = chain(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2, "offload": {"optimizer": "cpu"}})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batches(rank, 1)[0]).square().mean()
+        loss.backward()
+        return loss
+
+    def note(stepped: torch.optim.Optimizer, *_: object) -> None:
+        seen.extend(row.grad is not None for group in stepped.param_groups for row in group["params"])
+
+    optimizer.register_step_pre_hook(note)
+    with pytest.raises(ValueError, match=r"after it was prepared.*Register the hook before accelerator\.prepare"):
+        optimizer.step(closure)
+    with torch.no_grad():
+        model(batches(rank, 1)[0])
+    optimizer.step(closure)
+    assert seen and all(seen)
+    engine.close()
 
 
 class Undefined(torch.autograd.Function):

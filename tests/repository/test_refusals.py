@@ -69,7 +69,7 @@ ROWS = {
     "updates an element by what the rest": "optimizers that need whole parameters",
     "so it cannot be stepped over shards": "LBFGS, LOMO, SparseAdam",
     "has another one in it": "Optimizers that have another in them",
-    "closure": "`optimizer.step(closure)`",
+    "closure": "`optimizer.step(closure)` of classes from outside of torch",
     ".step() reaches parameters": "was built after `prepare`",
     "was prepared without its optimizer": "A model prepared without its optimizer",
     "holds none of the parameters": "over parameters of no prepared model",
