@@ -188,7 +188,7 @@ class ShardedGradient(torch.Tensor):
 
 
 def _is_by_autograd(target: object, added: object, *, alpha: float = 1) -> bool:
-    """Whether autograd, and not a script that edits `p.grad`, adds the gradient of a further backward."""
+    """Whether autograd adds the gradient of a further backward. Otherwise a script edits `p.grad`."""
     return (
         is_in_backward()
         and alpha == 1

@@ -184,7 +184,7 @@ class OptimizerStorage:
 
     @property
     def hooks_are_last(self) -> bool:
-        """Whether the steps of buckets run after all hooks that a script has registered before a step."""
+        """Whether the steps of buckets run after all of the script's hooks before a step."""
         return all(self.comes_last(steps.optimizer) for steps in self._steps)
 
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
