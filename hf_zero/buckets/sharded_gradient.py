@@ -163,8 +163,8 @@ class ShardedGradient(torch.Tensor):
     def _unreadable(self, operation: object) -> ShardedGradientError:
         return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
             f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor "
-            "change it here. Call accelerator.clip_grad_norm_ to clip, engine.full_grad(parameter) to read, "
-            "optimizer.zero_grad() to forget; do not wrap in DDP."
+            "change it here. Call accelerator.clip_grad_norm_ or clip_grad_value_ to clip, engine.full_grad(parameter) to "
+            "read, optimizer.zero_grad() to forget; do not wrap in DDP."
         )
 
     @classmethod

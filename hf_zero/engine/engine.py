@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -195,6 +195,18 @@ class ZeroEngine:
             failed: whether the micro-batch raised an error on this rank.
         """
         return self._step.drop_failed(ended_before, failed=failed)
+
+    # A type checker would accept any name of an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("backward", "step"):
+                text += (
+                    ". Unlike DeepSpeed's engine, hf_zero's is not called: train with loss.backward(), optimizer.step() and "
+                    "optimizer.zero_grad()."
+                )
+            raise AttributeError(text, name=name, obj=self)
 
     def stop_when(self, asked: Callable[[], int]) -> None:
         """Sends the other ranks, at the end of each backward, the signal that asks this rank to stop.
@@ -548,7 +560,7 @@ def _refuse_classes(models: Sequence[object], optimizers: object) -> None:
             )
         if not isinstance(given, kind):
             raise TypeError(
-                f"hf_zero: ZeroEngine got a {type(given).__name__}. It takes a model and its optimizers: ZeroEngine(model, "
+                f"hf_zero: ZeroEngine got {type(given).__name__}. It takes a model and its optimizers: ZeroEngine(model, "
                 "[optimizer], 2)."
             )
 

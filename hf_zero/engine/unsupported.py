@@ -217,7 +217,8 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
     if not trained and config.stage < 3:
         raise ValueError(
-            "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
+            "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard. Set requires_grad "
+            "before prepare, or use stage 3, which also shards frozen parameters."
         )
     strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
     if strange:

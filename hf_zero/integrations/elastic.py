@@ -34,6 +34,11 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     Raises:
         ValueError: on every rank, if there are states but none is good (lists each one's faults), or if no folder is known.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"hf_zero: last_good_state got {shown(accelerator)}. It takes the Accelerator, and then the folder: "
+            "last_good_state(accelerator, folder)."
+        )
     naming = accelerator.project_configuration
     if folder is None and accelerator.project_dir is None:
         raise ValueError(

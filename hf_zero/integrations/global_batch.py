@@ -74,8 +74,13 @@ def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
     this. Otherwise a step has fewer samples, by less than `world_size * accumulation`.
 
     Raises:
-        ValueError: there are more ranks than samples.
+        ValueError: there are more ranks than samples, or a number is below 1.
     """
+    if min(global_rows, rows, world_size) < 1:
+        raise ValueError(
+            f"hf_zero: same_global_batch got {global_rows} rows in a step, {rows} in a micro-batch and {world_size} ranks. "
+            "Each is at least 1."
+        )
     a_rank = global_rows // world_size
     if a_rank == 0:
         raise ValueError(

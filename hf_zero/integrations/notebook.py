@@ -65,6 +65,13 @@ def launch(
         raise ConfigError(
             f"hf_zero: launch got args {shown(args)}; it takes a tuple: hf_zero.launch(train, (value,), ...)."
         )
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and ranks != "1":
+        # Otherwise each rank would start ranks, which all train and write the same files.
+        raise ConfigError(
+            f"hf_zero: launch starts ranks, and this process is already rank {os.environ['RANK']} of {ranks}. Start the script "
+            "with `python`, or call the function without launch."
+        )
     with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as name:
         folder = Path(name)
         # Pickle the function by value, with its globals, because a notebook's functions are not in a file.

@@ -164,6 +164,10 @@ class ZeroPlugin(ParallelismConfig):
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Installs the engine's methods in an existing Accelerator, before anything is prepared; returns the Accelerator."""
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(
+                f"hf_zero: plugin.attach got {type(accelerator).__name__}. It takes the Accelerator: plugin.attach(accelerator)."
+            )
         if accelerator._models or accelerator._optimizers:
             raise ConfigError(
                 "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."

@@ -786,7 +786,7 @@ def test_a_backward_through_a_graph_from_before_a_step_raises_as_under_ddp(world
     [
         (nn.Linear, [], "got the class Linear. Pass an object"),
         (nn.Linear(2, 2), [torch.optim.SGD], "got the class SGD. Pass an object"),
-        (nn.Linear(2, 2), nn.Linear(2, 2).parameters(), "got a generator. It takes a model and its optimizers"),
+        (nn.Linear(2, 2), nn.Linear(2, 2).parameters(), "got generator. It takes a model and its optimizers"),
     ],
 )
 def test_a_class_or_something_else_in_place_of_model_or_optimizer_is_named(model, optimizers, said):

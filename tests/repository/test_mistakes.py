@@ -8,7 +8,7 @@ pytestmark = pytest.mark.timeout(120)
 WITHIN_S = 60.0
 """The most seconds until the end, on a machine with other work. The longest waits of a rank for another are ten seconds."""
 
-SHORT = ("the plugin's class", "stages that differ", "reading p.grad")
+SHORT = ("the plugin's class", "stages that differ", "reading p.grad", "a launch in a rank")
 """Scripts in the short suite. Commands need no ranks: those of it are all but pushes, which import the Hub's client."""
 
 

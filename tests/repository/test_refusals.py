@@ -179,6 +179,7 @@ NO_REFUSALS = {
     "give one of the two": "arguments of a call",
     "with_zero takes": "arguments of a call",
     "attach first, then prepare": "order of two calls",
+    "plugin.attach got": "arguments of a call",
     "was given no model": "arguments of a call",
     "did not find its Trainer": "order of two calls",
     "`unit_modules` is": "the value of a setting",

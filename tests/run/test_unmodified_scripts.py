@@ -84,6 +84,25 @@ def test_trainers_and_their_subclasses_have_ddps_losses(tmp_path, kind, zero):
     assert losses_of(tmp_path, "trainers.py", zero, *words) == stock
 
 
+@pytest.mark.slow
+def test_a_search_over_hyperparameters_has_ddps_losses_in_each_trial(tmp_path):
+    pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
+    words = ("--kind", "search", "--losses", "LOSSES", "--output_dir", tmp_path / "out", "--max_steps", 3)
+    words = (
+        *words,
+        "--per_device_train_batch_size",
+        4,
+        "--logging_steps",
+        1,
+        "--report_to",
+        "none",
+        "--max_grad_norm",
+        100,
+    )
+    stock = losses_of(tmp_path, "trainers.py", None, *words)
+    assert len(stock) == 6 and losses_of(tmp_path, "trainers.py", 2, *words) == stock
+
+
 def test_a_module_is_run_by_its_name():
     environment = os.environ | ON_CPU
     done = run_forked(RUN, ("--zero", 2, "-m", "platform", "--of-its-own"), environment=environment, processes=1)

@@ -355,7 +355,72 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "launch with a call": _script("hf_zero.launch(print())", "launch got None", r"launch\(train", ranks=1),
     "launch with a number": _script("hf_zero.launch(print, 3)", "args 3", "takes a tuple", ranks=1),
+    "a folder for an Accelerator": _script(
+        "hf_zero.last_good_state('out')",
+        "last_good_state got out",
+        r"last_good_state\(accelerator, folder\)",
+        ranks=1,
+    ),
+    "attach to a model": _script(
+        "ZeroPlugin(2).attach(net)", "attach got Sequential", r"attach\(accelerator\)", ranks=1
+    ),
+    "no rows in a micro-batch": _script(
+        "hf_zero.same_global_batch(96, rows=0, world_size=2)", "0 in a micro-batch", "at least 1", ranks=1
+    ),
+    "frozen parameters only": _script(
+        "net.requires_grad_(False)\nprepared()", "no parameter of the model requires", "Set requires_grad before"
+    ),
+    "a launch in a rank": _script(
+        "os.environ.update(RANK='0', WORLD_SIZE='2')\nhf_zero.launch(print, num_processes=2, zero=2)",
+        "is already rank 0 of 2",
+        "with `python`",
+        ranks=1,
+    ),
+    "launch of a script": _script(
+        "hf_zero.launch('train.py', zero=2)", r"launch got 'train\.py'", r"launch\(train", ranks=1
+    ),
+    "launch of no ranks": _script("hf_zero.launch(print, num_processes=0)", "num-processes is 0", "from 1 on", ranks=1),
+    "a callback of a missing file": _script(
+        "ZeroCallback('zero.yaml')", r"no file 'zero\.yaml'", "that folder holds", ranks=1
+    ),
+    "a stage in words for a callback": _script(
+        "ZeroCallback(stage='stage 2')", "`stage` is 'stage 2'", "allowed: 0, 1, 2, 3, auto", ranks=1
+    ),
+    "half a stage for a plugin": _script("ZeroPlugin(2.0)", r"is 2\.0", "a stage number, a YAML path", ranks=1),
+    "an optimizer for a model": _script(
+        "prepared(3)\nwith hf_zero.unsharded(adam): pass", "unsharded got AdamW", "It takes a module", ranks=1
+    ),
+    "DeepSpeed's loop": _script(
+        "a, m, o = prepared()\nengine_of(m).backward(m(batch).sum())",
+        "no attribute 'backward'",
+        r"loss\.backward\(\)",
+        ranks=1,
+    ),
     "engine_of before prepare": _script("engine_of(net)", "no engine on", r"call prepare\(model, optimizer\)", ranks=1),
+    # Two engines
+    "FSDP next to the plugin": _script(
+        "from accelerate import FullyShardedDataParallelPlugin\n"
+        "Accelerator(parallelism_config=ZeroPlugin(2), fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(net, adam)",
+        "FSDP is asked for as well",
+        "Leave that out",
+    ),
+    "fsdp next to the callback": _script(
+        "trainer(ZeroCallback(2), fsdp='full_shard').train()", "FSDP is asked for as well", "Leave that out"
+    ),
+    "DDP around the model": _script(
+        "a = Accelerator(parallelism_config=ZeroPlugin(2))\na.prepare(nn.parallel.DistributedDataParallel(net), adam)",
+        "of class DistributedDataParallel",
+        "the plain model",
+    ),
+    "fully_shard before prepare": _script(
+        "from torch.distributed.fsdp import fully_shard\na = Accelerator(parallelism_config=ZeroPlugin(2))\nfully_shard(net)\n"
+        "a.prepare(net, torch.optim.AdamW(net.parameters()))",
+        r"FSDP \(`fully_shard`\) shards it",
+        "before anything wraps it",
+    ),
+    "two stages for one Trainer": _script(
+        "trainer(ZeroCallback(2), ZeroCallback(3)).train()", "have `stage` 2, and this one 3", "Give one of them"
+    ),
     # Ranks
     "torchrun on a CPU": _script(
         "# without ACCELERATE_USE_CPU\nprepared()", "2 processes were asked for", "On a CPU, .*ACCELERATE_USE_CPU=true"
@@ -376,6 +441,26 @@ MISTAKES: dict[str, Mistake] = {
         "a, m, o = prepared()\nbackward(a, m)\nnet[0].weight.grad.norm()",
         r"gradient of '0\.weight'",
         r"engine\.full_grad",
+    ),
+    "torch's clip of values": _script(
+        "a, m, o = prepared()\nbackward(a, m)\nnn.utils.clip_grad_value_(m.parameters(), 1.0)",
+        r"gradient of '0\.weight' is sharded",
+        r"accelerator\.clip_grad_norm_ or clip_grad_value_",
+    ),
+    "an optimizer of another model": _script(
+        "Accelerator(parallelism_config=ZeroPlugin(2)).prepare(nn.Linear(8, 4), adam)",
+        "holds none of the parameters",
+        "Build it from the prepared model",
+    ),
+    "an optimizer that was not prepared": _script(
+        "a, m, o = prepared()\nbackward(a, m)\ntorch.optim.AdamW(m.parameters()).step()",
+        "this AdamW was not prepared",
+        "step the one that prepare returns",
+    ),
+    "other sizes on another rank": _script(
+        "net = nn.Linear(8, 4 + int(os.environ['RANK']))\nadam = torch.optim.AdamW(net.parameters())\nprepared()",
+        r"shape \(4, 8\), .* on rank 0, shape \(5, 8\)",
+        "the same way on every rank",
     ),
     "torch's clip": _script(
         "a, m, o = prepared()\nbackward(a, m)\nnn.utils.clip_grad_norm_(m.parameters(), 1.0)",
@@ -405,6 +490,16 @@ MISTAKES: dict[str, Mistake] = {
     "state_dict on one rank, then a barrier": _script(
         "a, m, o = prepared(3)\nif a.is_main_process: m.state_dict()\na.wait_for_everyone()",
         r"only some ranks came to state_dict\(\)",
+        "call it on every rank",
+    ),
+    "save_state on one rank, then a barrier": _script(
+        "a, m, o = prepared()\nif a.is_main_process: a.save_state('state')\na.wait_for_everyone()",
+        "only some ranks came to accelerator.save_state",
+        "call it on every rank",
+    ),
+    "gathered on one rank, then a barrier": _script(
+        "a, m, o = prepared(3)\nif a.is_main_process:\n    with gathered(m): pass\na.wait_for_everyone()",
+        "only some ranks came to hf_zero.gathered",
         "call it on every rank",
     ),
     "a forward on one rank, then a barrier": _script(
