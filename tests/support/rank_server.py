@@ -106,6 +106,8 @@ def refuse_deprecated_calls() -> None:
     for library in ("torch", "httpx"):
         warnings.filterwarnings("ignore", "", DeprecationWarning, library)
     warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+    # accelerate calls it to gather on an accelerator.
+    warnings.filterwarnings("ignore", ".torch.distributed.all_gather_into_tensor. is deprecated", FutureWarning)
 
 
 def _text_to(file: int) -> io.TextIOWrapper:
