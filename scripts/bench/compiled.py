@@ -225,8 +225,9 @@ def all_cells() -> list[Cell]:
     every = [Cell(family, "plugin") for family in FAMILIES]
     by_way = [Cell(family, way) for family in ("gpt2", "bert") for way in WAYS]
     by_backend = [Cell(family, "plugin", backend) for family in ("gpt2", "bert") for backend in ("eager", "inductor")]
-    # A whole model and its layers round differently. If DDP also compiles the layers, T5 shows no other difference.
+    # At stage 3 layers are compiled, and their graphs add in another order than a whole model's. Here DDP compiles layers, too.
     by_layer = [Cell(family, "layers-before") for family in ("t5", "bart", "whisper")]
+    by_layer += [Cell("gpt2", "layers-before", "inductor")]
     added = [Cell("gpt2", "plugin", addition=addition) for addition in ADDITIONS]
     return list(dict.fromkeys([*every, *by_layer, *by_way, *by_backend, *added]))
 

@@ -202,7 +202,7 @@ CELLS = [
         for addition in ("checkpointing", "lora", "bf16", "evaluation", "generate", "offload")
     ),
     *((family, "plugin", "") for family in ("bert", "modernbert", "llama", "vit")),
-    ("t5", "layers-before", ""),
+    *((family, "layers-before", "") for family in ("t5", "bart", "whisper")),
 ]
 
 
