@@ -18,7 +18,7 @@ from .finding import Finding, absent, bad, good, hint
 
 # ---- Versions of Python, libraries, NCCL and the driver ----
 
-_NEWEST_TORCH = (2, 14)
+_NEWEST_TORCH = (2, 15)
 """The newest release that has passed the tests."""
 
 _LEAST_PYTHON = (3, 10)

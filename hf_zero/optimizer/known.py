@@ -51,7 +51,7 @@ _PROJECTED: _Widening = {"rank": ((None,), _PARAMETER)}
 _PACKAGES = (
     _Package(
         "",
-        "2.11 to 2.14",
+        "2.11 to 2.15",
         "torch.optim",
         {
             _ELEMENT: "adadelta.Adadelta, adagrad.Adagrad, adam.Adam, adamw.AdamW, adamax.Adamax, asgd.ASGD, nadam.NAdam, "

@@ -266,8 +266,8 @@ def test_gpus_that_the_driver_counts_and_cuda_cannot_start_are_found(monkeypatch
 
 def test_a_torch_beyond_the_tested_ones_is_told(monkeypatch):
     assert "newest torch" not in of_status("hint", versions())
-    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
-    assert "2.14" in of_status("hint", versions())["newest torch"].advice
+    monkeypatch.setattr(torch, "__version__", "2.16.0+cu130")
+    assert "2.15" in of_status("hint", versions())["newest torch"].advice
 
 
 def test_little_shared_memory_is_found(monkeypatch):
