@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,6 +202,8 @@ CELLS = {
 
 def _as_launched(rank: int, world_size: int, *, is_quiet: bool) -> None:
     """Sets the variables of a launcher. The ranks are connected already, and accelerate only looks for an address."""
+    # sentence-transformers and Trainer's DDP use deprecated names of torch, and a test's ranks raise for such warnings.
+    warnings.simplefilter("ignore", FutureWarning)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")

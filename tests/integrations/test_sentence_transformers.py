@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import warnings
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def heard(rank: int, world_size: int, **arguments) -> tuple[encoders.Trained, str]:
-    # sentence-transformers calls deprecated functions of torch.
-    warnings.simplefilter("ignore", FutureWarning)
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         trained = encoders.train(rank, world_size, **arguments)
