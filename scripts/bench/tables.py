@@ -11,6 +11,7 @@ its tables, and `<!-- end of figures -->`. Pictures of kept files are in docs/fi
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -510,6 +511,17 @@ PANELS: dict[str, Callable[[Record], float | None]] = {
 }
 """A panel's heading → its figure of an engine's row."""
 
+_FONTS = ["DejaVu Sans", "Verdana", "sans-serif"]
+"""The first is the one that matplotlib measures; the letters of the second are as wide."""
+_ON_DARK = """<style>@media (prefers-color-scheme: dark) {
+[fill='#ffffff'] { fill: #1e2129 } text { fill: #e8eaed }
+[stroke='#000000'] { stroke: #9aa0a6 } [stroke='#cccccc'] { stroke: #5f6368 }
+[stroke='#0b6e4f'] { stroke: #3f8f74 } [fill='#0b6e4f'] { fill: #3f8f74 } [stroke='#075f7a'] { stroke: #3f8fae }
+[fill='#075f7a'] { fill: #3f8fae } [stroke='#3a5a40'] { stroke: #7a9a80 } [fill='#3a5a40'] { fill: #7a9a80 }
+[stroke='#6f4a8e'] { stroke: #a584c4 } [fill='#6f4a8e'] { fill: #a584c4 }
+}</style>"""
+"""Colors for readers with a dark page: the ground, axes, words and the darkest lines change."""
+
 Lines = dict[str, list[tuple[float, float]]]
 
 
@@ -529,20 +541,23 @@ def _plot_steps(record: Record, path: Path) -> Iterable[Path]:
         panel.set_title(heading, fontsize=10)
         panel.tick_params(labelsize=8)
     panels[0].invert_yaxis()
-    yield _saved(figure, record, path.with_name(f"{path.name}.png"))
+    yield _saved(figure, record, path.with_name(f"{path.name}.svg"))
 
 
 def _plot_curves(record: Record, path: Path) -> Iterable[Path]:
     for name, curve in record["curves"].items():
         drawn = [(heading, lines) for heading, value in PANELS.items() if (lines := _lines_of(curve["points"], value))]
-        figure, panels = _panels(len(drawn), figsize=(4.4 * len(drawn), 3.6))
+        figure, panels = _panels(len(drawn), figsize=(4.4 * len(drawn), 4.2))
         for panel, (heading, lines) in zip(panels, drawn):
             _draw(panel, lines)
             panel.set_title(heading, fontsize=10)
             panel.set_xlabel(curve["varied"])
             panel.set_ylim(bottom=0)
-        panels[0].legend(fontsize=8)
-        yield _saved(figure, record, path.with_name(f"{path.name}-{name}.png"))
+        # Below the panels: inside of one, names would cover lines.
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), fontsize=8, ncol=3, loc="lower center", bbox_to_anchor=(0.5, 0.03)
+        )
+        yield _saved(figure, record, path.with_name(f"{path.name}-{name}.svg"), bottom=0.17)
 
 
 def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> Lines:
@@ -558,7 +573,10 @@ def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> 
 def _plot_links(record: Record, path: Path) -> Iterable[Path]:
     """Step time over the link's rate, measured and forecast, one panel per delay."""
     delays = sorted({run["delay_ms"] for run in record["runs"]})
-    figure, panels = _panels(len(delays), figsize=(5 * len(delays), 4))
+    figure, panels = _panels(len(delays), figsize=(5 * len(delays), 5))
+    labels = dict.fromkeys(f"{run['title']}, {run['model']}" for run in record["runs"])
+    colours = _colours(labels)
+    shown: dict[str, Any] = {}
     for panel, delay in zip(panels, delays):
         measured: Lines = {}
         forecast: Lines = {}
@@ -567,11 +585,12 @@ def _plot_links(record: Record, path: Path) -> Iterable[Path]:
             measured.setdefault(label, []).append((run["mbit"], run["step_ms"]))
             if run["simulated_ms"] is not None:
                 forecast.setdefault(label, []).append((run["mbit"], run["simulated_ms"]))
-        _draw(panel, measured, forecast)
+        _draw(panel, measured, forecast, colours)
+        shown |= {line.get_label(): line for line in panel.get_lines() if line.get_label() in labels}
         panel.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms a step")
         panel.set_title(f"delay {delay:g} ms; dashed: the planner's forecast", fontsize=10)
-        panel.legend(fontsize=7)
-    yield _saved(figure, record, path.with_name(f"{path.name}.png"))
+    figure.legend(handles=[shown[label] for label in labels if label in shown], fontsize=7, ncol=5, loc="lower center")
+    yield _saved(figure, record, path.with_name(f"{path.name}.svg"), bottom=0.12)
 
 
 def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
@@ -586,10 +605,15 @@ def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
     return figure, panels[0]
 
 
-def _draw(panel: Any, lines: Lines, dashed: Lines | None = None) -> None:
-    colours = {True: iter(OURS * 3), False: iter(PEERS * 3)}
+def _colours(titles: Iterable[str]) -> dict[str, str]:
+    left = {True: iter(OURS * 3), False: iter(PEERS * 3)}
+    return {title: next(left[title.startswith("hf_zero")]) for title in titles}
+
+
+def _draw(panel: Any, lines: Lines, dashed: Lines | None = None, colours: dict[str, str] | None = None) -> None:
+    colours = colours or _colours(lines)
     for title, points in lines.items():
-        colour = next(colours[title.startswith("hf_zero")])
+        colour = colours[title]
         panel.plot(*zip(*points), marker="o", markersize=4, color=colour, label=title)
         if dashed and title in dashed:
             panel.plot(*zip(*dashed[title]), linestyle="--", linewidth=1, color=colour)
@@ -597,16 +621,28 @@ def _draw(panel: Any, lines: Lines, dashed: Lines | None = None) -> None:
     panel.tick_params(labelsize=8)
 
 
-def _saved(figure: Any, record: Record, path: Path) -> Path:
+def _saved(figure: Any, record: Record, path: Path, bottom: float = 0.02) -> Path:
     from matplotlib import pyplot
 
     said = f"{record['cpu_model']}, torch {record['torch']}, commit {record['commit']}, {record['date'][:10]}"
     figure.text(0.995, 0.005, said, ha="right", va="bottom", fontsize=6, color="#777777")
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    # Leave out the date and the program's version, so the same figures result in the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    # Without the date, the program's version and random ids, the same figures result in the same file.
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_zero", "font.sans-serif": _FONTS}):
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
+    # Colors as attributes: a style sheet does not replace those of an element's own style.
+    drawn = re.sub(
+        r'(<(?!text)[^>]*) style="([^"]*)"', lambda found: found[1] + _as_attributes(found[2]), picture.getvalue()
+    )
+    path.write_text(drawn.replace("</svg>", f"{_ON_DARK}\n</svg>"), encoding="utf-8")
     return path
+
+
+def _as_attributes(style: str) -> str:
+    pairs = (pair.partition(":") for pair in style.split(";"))
+    return "".join(f' {name.strip()}="{value.strip()}"' for name, _, value in pairs)
 
 
 # ---- files and documents ----

@@ -37,7 +37,7 @@ def test_every_kept_file_that_a_table_is_made_of_tells_machine_and_date():
 SHOWN = {
     ((ROOT / page).parent / found).resolve()
     for page, text in PAGES.items()
-    for found in re.findall(r"\]\(((?:\.\./\.\./docs/)?figures/\S+?\.png)\)", text)
+    for found in re.findall(r"\]\(((?:\.\./\.\./docs/)?figures/\S+?\.(?:png|svg))\)", text)
 }
 
 

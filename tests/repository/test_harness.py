@@ -7,6 +7,8 @@ import sys
 import time
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
+from xml.etree import ElementTree
 
 import curves
 import pytest
@@ -139,8 +141,24 @@ def test_a_curve_is_added_to_its_file_and_drawn(tmp_path, monkeypatch):
     del record["curves"]["kept"]
     path.write_text(json.dumps(record))
     assert tables.main([str(path), "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "curves-ranks.png").read_bytes().startswith(b"\x89PNG")
+    assert_has_a_dark_version(tmp_path / "out" / "curves-ranks.svg")
     assert "| 2 | hf_zero stage 2 |" in (tmp_path / "out" / "tables.md").read_text()
+
+
+def assert_has_a_dark_version(picture: Path) -> None:
+    """Each color of an element is an attribute, which the style sheet for dark pages can replace."""
+    root = ElementTree.parse(picture).getroot()
+    [sheet] = [
+        each.text for each in root.iter() if each.tag.endswith("style") and "prefers-color-scheme: dark" in each.text
+    ]
+    named = {
+        value for each in root.iter() for name in ("fill", "stroke") if (value := each.get(name, "none")) != "none"
+    }
+    assert {"#ffffff", "#000000"} <= named and "[fill='#ffffff']" in sheet and "[stroke='#000000']" in sheet
+    styled = [each for each in root.iter() if "style" in each.attrib and not each.tag.endswith("text")]
+    assert styled == []
+    # Names stand below the panels, where they cover no line.
+    assert "legend_1" in {each.get("id") for each in root.iter()}
 
 
 def test_the_command_refuses_a_part_that_it_does_not_have():
