@@ -310,7 +310,7 @@ class Bucket:
         self.__dict__.pop("stand_ins", None)
         self.__dict__.pop("_held", None)
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
-        slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
+        slot.sharded_gradient.take_shard_of(before)
         # Take the version after the copy above, which is not an edit by the script.
         slot.version = parameter._version
 
@@ -650,10 +650,8 @@ class Bucket:
             tensor = (
                 slot.parameter if self.rows_are_parameters else nn.Parameter(part_of(master, layout.in_shard, shape))
             )
-            slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
-                tensor,
-                WeakMethod(self, Bucket.await_gradient),
-            )
+            slot.sharded_gradient.shard, slot.sharded_gradient.part = tensor, slice(*layout.in_parameter)
+            slot.sharded_gradient.await_shard = WeakMethod(self, Bucket.await_gradient)
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows

@@ -16,7 +16,8 @@ from ..hooks.weak import WeakMethod
 
 # `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
 # more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts that read `p.grad` would silently skip the
-# parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read.
+# parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read. Edits of elements in
+# place (`mul_`, `add_`, ...) are made on this rank's part, so noise, masks and decay train as under DDP.
 #
 # The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
 # and a parameter unused in the next backward is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A
@@ -70,6 +71,18 @@ class GradientState(Enum):
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+_EDITS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("add_", "sub_", "mul_", "div_", "neg_", "addcmul_", "addcdiv_", "lerp_", "copy_", "fill_", "masked_fill_"),
+        *("clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"),
+    )
+)
+"""Operations in place which compute each element of a gradient from this element and those of the arguments."""
+_LIKE = frozenset(
+    getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn")
+)
+"""Operations that read the form of a gradient only, as for noise."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -78,12 +91,14 @@ class ShardedGradient(torch.Tensor):
     Attributes:
         pending: autograd's sum since the reduction, not yet reduced; the parameter's shape and dtype.
         shard: the tensor whose `.grad` is this rank's part of the reduced gradient; None if this rank has no part.
+        part: the elements of this part in the flat parameter.
         await_shard: waits until the shard's values have arrived.
         state: whether the reduced gradient is held, zeroed or freed.
     """
 
     pending: torch.Tensor | None
     shard: nn.Parameter | None
+    part: slice
     await_shard: Callable[[], None]
     state: GradientState
     _name: str
@@ -96,7 +111,7 @@ class ShardedGradient(torch.Tensor):
             cls, parameter.shape, dtype=parameter.dtype, device=device or parameter.device
         )
         self.pending = None
-        self.shard = None
+        self.shard, self.part = None, slice(0)
         self.await_shard = WeakMethod(None, None)
         self.state = GradientState.HELD
         self._name = name
@@ -142,6 +157,33 @@ class ShardedGradient(torch.Tensor):
             self.await_shard()
             self.shard.grad.zero_()
 
+    def take_shard_of(self, other: "ShardedGradient") -> None:
+        """Replaces another stand-in of the same parameter."""
+        self.shard, self.part, self.await_shard = other.shard, other.part, other.await_shard
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the script may edit the reduced gradient: nothing is left to be added to it."""
+        return self.state is GradientState.HELD and self.pending is None and not is_in_backward()
+
+    def _edit(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Runs an operation of elements in place on this rank's part; `args` and `kwargs` come after the gradient itself."""
+        if self.shard is None:
+            return
+        held = self.shard.grad
+        if held is None:
+            raise self._unreadable(func)
+
+        def cut(value: Any) -> Any:
+            if not torch.is_tensor(value) or not value.dim():
+                return value
+            return value.expand(self.shape).reshape(-1)[self.part].view(held.shape)
+
+        # Wait first, because a copy under way would overwrite the edit.
+        self.await_shard()
+        # A call of the method, because gradients may be guarded by torch functions.
+        getattr(held, func.overloadpacket.__name__)(*map(cut, args), **{name: cut(v) for name, v in kwargs.items()})
+
     def _add(self, gradient: torch.Tensor) -> None:
         if self.is_spent:
             return
@@ -176,6 +218,14 @@ class ShardedGradient(torch.Tensor):
             # Autograd accumulates a further backward. Noise or decay that a script adds to `p.grad` would be lost with the sum.
             args[0]._add(args[1])
             return args[0]
+        packet, others = func.overloadpacket, [*args[1:], *kwargs.values()] if kwargs else args[1:]
+        if isinstance(args[0], cls) and not any(isinstance(each, cls) for each in leaves(others)):
+            if packet in _LIKE:
+                like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+                return func(like, *args[1:], **kwargs or {})
+            if packet in _EDITS and args[0]._is_complete:
+                args[0]._edit(func, args[1:], kwargs or {})
+                return args[0]
         if func is torch.ops.aten.zero_.default:
             # Called by `model.zero_grad(set_to_none=False)`, or by a script's own zeroing.
             args[0]._zero()

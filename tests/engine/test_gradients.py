@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import io
+import itertools
 import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -242,23 +244,40 @@ def test_a_gradient_set_by_hand_is_not_passed_over(rank, world_size, stage):
         optimizer.step()
 
 
+def mask_of(grad: torch.Tensor) -> torch.Tensor:
+    return torch.arange(grad.numel()).view(grad.shape) % 3 == 0
+
+
 EDITS = {
-    "noise": lambda grad: grad.add_(torch.full(grad.shape, 0.1)),
+    "noise": lambda grad: grad.add_(torch.arange(grad.numel()).view(grad.shape) * 0.1),
+    "noise of the form": lambda grad: torch.manual_seed(3) and grad.add_(torch.randn_like(grad)),
     "a number": lambda grad: grad.add_(0.1),
     "decay": lambda grad: grad.add_(torch.ones(grad.shape), alpha=0.1),
     "+=": lambda grad: grad.__iadd__(torch.ones(grad.shape)),
-    "sub_": lambda grad: grad.sub_(0.1),
+    "sub_": lambda grad: grad.sub_(torch.full_like(grad, 0.1), alpha=2.0),
+    "a scale": lambda grad: grad.mul_(0.5),
+    "a scale of each column": lambda grad: grad.mul_(torch.arange(grad.shape[-1])),
+    "a tensor without dimensions": lambda grad: grad.div_(torch.tensor(3.0)),
     "data": lambda grad: grad.data.add_(0.1),
-    "data of a hook": lambda grad: grad.detach().mul_(0.5),
-    "foreach": lambda grad: torch._foreach_add_([grad], 0.1),
-    "foreach, tensors": lambda grad: torch._foreach_add_([grad], [torch.ones(grad.shape)]),
-    "copy_": lambda grad: grad.copy_(torch.ones(grad.shape)),
+    "detached": lambda grad: grad.detach().mul_(0.5),
+    "copy_": lambda grad: grad.copy_(torch.arange(grad.numel()).view(grad.shape)),
+    "lerp_": lambda grad: grad.lerp_(torch.ones(grad.shape), 0.1),
+    "clamp_": lambda grad: grad.clamp_(-0.01, 0.02),
+    "nan_to_num_": lambda grad: torch.nan_to_num_(grad),
+    "masked_fill_": lambda grad: grad.masked_fill_(mask_of(grad), 2.0),
+    "addcmul_": lambda grad: grad.addcmul_(torch.ones(grad.shape), torch.full(grad.shape, 2.0), value=0.1),
+    "fill_": lambda grad: grad.fill_(0.25),
+}
+REFUSED_EDITS = {
     "an index": lambda grad: grad.__setitem__(0, 0.0),
     "data replaced": lambda grad: setattr(grad, "data", torch.ones(grad.shape)),
-    "lerp_": lambda grad: grad.lerp_(torch.ones(grad.shape), 0.1),
-    "clamp_": lambda grad: grad.clamp_(-0.1, 0.1),
-    "nan_to_num_": lambda grad: torch.nan_to_num_(grad),
-    "fill_": lambda grad: grad.fill_(0.0),
+    "foreach": lambda grad: torch._foreach_add_([grad], 0.1),
+    "foreach, tensors": lambda grad: torch._foreach_add_([grad], [torch.ones(grad.shape)]),
+    "sums": lambda grad: grad.cumsum_(0),
+    "a norm": lambda grad: grad.div_(grad.norm()),
+    "itself": lambda grad: grad.add_(grad),
+    "another form": lambda grad: grad.resize_(1),
+    "transposed": lambda grad: grad.t_(),
 }
 
 
@@ -266,16 +285,72 @@ EDITS = {
 @on_shared_ranks
 def test_an_edit_of_a_sharded_gradient_is_made_or_raises(rank, world_size, stage):
     model, _, engine = built(stage)
-    for name, edit in EDITS.items():
+    names = ["transformer.ln_f.weight", "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"]
+    expected = whole_gradients(world_size, 1)
+    for edit in EDITS.values():
         model(**batch(rank, 1)).loss.backward()
-        parameter = model.get_parameter("transformer.ln_f.weight")
+        changed = {name: gradient.clone() for name, gradient in expected.items()}
+        for name in names:
+            edit(model.get_parameter(name).grad)
+            edit(changed[name])
+        check(engine, model, changed)
+        model.zero_grad()
+    for what, edit in REFUSED_EDITS.items():
+        model(**batch(rank, 1)).loss.backward()
         try:
             with pytest.raises((ShardedGradientError, RuntimeError)):
-                edit(parameter.grad)
+                edit(model.get_parameter(names[1]).grad)
         except pytest.fail.Exception as silent:
-            raise AssertionError(f"{name}: the edit was neither made nor refused") from silent
-        check(engine, model, whole_gradients(world_size, 1))
+            raise AssertionError(f"{what}: neither made nor refused") from silent
+        check(engine, model, expected)
         model.zero_grad()
+
+
+def edited(rank: int, stage: int | None, micro_batches: int, **settings: Any) -> list[torch.Tensor]:
+    """Trains with noise, a mask and decay in the gradients, before and after a clip; None trains with DDP."""
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    entry, engine = model, None
+    if stage is None:
+        entry = DistributedDataParallel(model)
+    else:
+        engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "20KiB", **settings})
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for number in range(micro_batches):
+            entry(**batch(rank, 10 * step + number)).loss.backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+            if "mlp" in name:
+                parameter.grad.mul_(mask_of(parameter))
+        if step % 2:
+            (
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+                if engine is None
+                else engine.clip_grad_value_(0.02)
+            )
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    if engine is not None:
+        engine.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, slow(3)])
+@on_ranks()
+def test_edited_gradients_train_as_under_ddp(rank, world_size):
+    ways: list[dict] = [{}, {"grad_accumulation": "local"}, {"offload": {"optimizer": "cpu"}}]
+    for micro_batches in (1, 2):
+        expected = edited(rank, None, micro_batches)
+        for stage, settings in itertools.product((1, 2, 3), ways):
+            found = edited(rank, stage, micro_batches, **settings)
+            if (world_size, micro_batches) == (2, 1):
+                assert all(map(torch.equal, found, expected)), (stage, settings)
+            for own, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, its, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -290,6 +365,20 @@ def test_an_edit_of_a_sharded_gradient_within_a_backward_raises(rank, world_size
         loss.backward()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_shared_ranks
+def test_an_edit_of_a_gradient_that_is_partly_reduced_raises(rank, world_size, stage):
+    model, _, engine = built(stage, grad_accumulation="local")
+    parameter = model.get_parameter("transformer.ln_f.weight")
+    model(**batch(rank, 1)).loss.backward()
+    with engine.no_sync():
+        model(**batch(rank, 2)).loss.backward()
+        with pytest.raises(ShardedGradientError, match="can neither read nor change"):
+            parameter.grad.mul_(2.0)
+    model(**batch(rank, 3)).loss.backward()
+    check(engine, model, whole_gradients(world_size, 1, 2, 3))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @on_shared_ranks
 def test_sharded_gradients_are_clipped_truly_or_raise(rank, world_size, stage):
@@ -301,7 +390,7 @@ def test_sharded_gradients_are_clipped_truly_or_raise(rank, world_size, stage):
     with pytest.raises(ShardedGradientError, match=r"accelerator\.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ShardedGradientError, match=r"can neither read nor change.*optimizer\.zero_grad\(\)"):
-        parameter.grad.mul_(2.0)
+        parameter.grad.cumsum_(0)
     expected = whole_gradients(world_size, 1)
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)
@@ -516,15 +605,12 @@ def test_parameters_that_left_are_named_and_taken_back():
     assert all(bucket.holds(slot) for bucket in engine.buckets for slot in bucket.slots)
 
 
-def test_sparse_gradients_and_closures_are_refused():
+def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True))
     # Without one who holds it, an engine goes with its optimizer.
     _engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
     with pytest.raises(RuntimeError, match="sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
-    model, optimizer, _ = built(2)
-    with pytest.raises(ValueError, match=r"optimizer\.step\(closure\) is not supported"):
-        optimizer.step(lambda: model(**batch(0)).loss)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
