@@ -14,6 +14,7 @@ from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
 from .buffers import ignored_parameters
 from .compiled import is_compiled
+from .moved_parameters import moved_parameter, replaced_module
 
 _PARAMETERS = attrgetter("_parameters")
 _DEPTH_OF_WRAPPERS = 4
@@ -90,7 +91,7 @@ class ParameterPlaces:
         """Raises `RuntimeError` for a parameter outside of its bucket, which the step would not change."""
         self._refuse_unfrozen()
         for slot, held in self._strays():
-            raise _moved(slot, held)
+            raise moved_parameter(slot, held)
 
     def _refuse_unfrozen(self) -> None:
         # `_frozen` lists the parameters frozen at `prepare`.
@@ -114,7 +115,7 @@ class ParameterPlaces:
             return
         for children, name, child, path in self._links:
             if children.get(name) is not child:
-                raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
+                raise replaced_module(f"{path}.{name}" if path else name, child, children.get(name))
         for module, name, slot in self._places:
             # Bypasses the dict's own methods, which would wait for a running gather.
             held = dict.get(module._parameters, name)
@@ -183,46 +184,4 @@ class ParameterPlaces:
             for slot, held in self._strays():
                 # Plain tensors are there only during a call of torch.func.functional_call, which restores the Parameter.
                 if held is None or isinstance(held, nn.Parameter):
-                    raise _moved(slot, held)
-
-
-def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
-    """Returns the error for a parameter with a different data tensor or Parameter object."""
-    was, now = slot.bucket.flat.dtype, None if held is None else held.dtype
-    if held is None:
-        what = "has been taken out of its module"
-        instead = "Change the model before accelerator.prepare, or prepare model and optimizer anew."
-    elif held.shape != slot.view.shape:
-        what = f"has shape {tuple(held.shape)} and had {tuple(slot.view.shape)}, as after resize_token_embeddings"
-        instead = (
-            "Resize before accelerator.prepare, or call hf_zero.engine_of(model).resize_embeddings(num_tokens), on every rank, "
-            "in place of model.resize_token_embeddings(num_tokens)."
-        )
-    elif now != was:
-        what = f"is {now} and was {was}, as after .to(), .half() or .bfloat16()"
-        instead = (
-            "Cast before accelerator.prepare, or train in 16 bits by mixed_precision (bf16=True) or `param_dtype` of the hf_zero "
-            f"config. To go on in {was} with the values that it has now: hf_zero.engine_of(model).readopt(), on every rank."
-        )
-    else:
-        what = "is another Parameter or in other memory, as after load_state_dict(assign=True)"
-        instead = (
-            "Do that before accelerator.prepare, or call hf_zero.engine_of(model).readopt(), on every rank, which takes the "
-            "values over."
-        )
-    return RuntimeError(
-        f"hf_zero: {slot.name!r} {what}. It has left the engine's memory since it was prepared, so a step would not reach it. "
-        f"{instead}"
-    )
-
-
-def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
-    """Returns the error for a module outside of the model."""
-    become = "gone" if now is None else f"another {type(now).__name__}"
-    return RuntimeError(
-        f"hf_zero: {path!r} was a {type(was).__name__} when the model was prepared and is {become} now, as after "
-        "merge_and_unload or resize_token_embeddings: parameters that are trained are not in the model any more, so a step would "
-        "not reach it. To go on training, call hf_zero.engine_of(model).close() before the change, on every rank, and prepare "
-        "the changed model with a new optimizer (to resize, hf_zero.engine_of(model).resize_embeddings(num_tokens) does all of "
-        "that). Evaluation under torch.no_grad() and saving need nothing."
-    )
+                    raise moved_parameter(slot, held)

@@ -39,6 +39,9 @@ class StateByParameter(defaultdict[Any, State]):
         storage: stores the rows' state.
         cut: (state value of a whole parameter, row) → this rank's part.
         timeout_s: time limit for the other ranks.
+
+    Attributes:
+        looked_up: the whole state given to the script or set by the script since `take_edits`, by parameter.
     """
 
     def __init__(
@@ -55,17 +58,17 @@ class StateByParameter(defaultdict[Any, State]):
         self._storage = storage
         self._cut = cut
         self._timeout_s = timeout_s
-        self._whole: dict[nn.Parameter, _Whole] = {}
+        self.looked_up: dict[nn.Parameter, _Whole] = {}
 
     def __missing__(self, key: Any) -> State:
         slot = self._slot_of(key)
         if slot is None:
             return super().__missing__(key)
-        if key not in self._whole:
+        if key not in self.looked_up:
             mine = self._row_state(slot)
             whole = full_state(slot, mine, self._storage, self._timeout_s, "optimizer.state[parameter]")
             self._keep(key, whole, _marks(mine))
-        return self._whole[key].state
+        return self.looked_up[key].state
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
@@ -77,7 +80,7 @@ class StateByParameter(defaultdict[Any, State]):
         # script.
         transport = slot.bucket.group.transport
         transport.barrier("`parameter in optimizer.state`", self._timeout_s)
-        has_any = slot.parameter in self._whole or bool(self._row_state(slot))
+        has_any = slot.parameter in self.looked_up or bool(self._row_state(slot))
         mine = torch.tensor([has_any], dtype=torch.uint8)
         return bool(transport.agree_max(mine, Label(kind="agreement on optimizer state", subject=slot.name)).item())
 
@@ -95,7 +98,7 @@ class StateByParameter(defaultdict[Any, State]):
         if slot is None:
             super().__delitem__(key)
             return
-        self._whole.pop(key, None)
+        self.looked_up.pop(key, None)
         if slot.row is not None:
             super().pop(slot.row.tensor, None)
 
@@ -109,7 +112,7 @@ class StateByParameter(defaultdict[Any, State]):
         return whole
 
     def clear(self) -> None:
-        self._whole.clear()
+        self.looked_up.clear()
         super().clear()
 
     def __copy__(self) -> Any:
@@ -119,18 +122,13 @@ class StateByParameter(defaultdict[Any, State]):
         # Copies and pickles are plain defaultdicts without an engine.
         return defaultdict, (dict,), None, None, iter(self.items())
 
-    @property
-    def is_read(self) -> bool:
-        """Whether a script has looked up whole state since `take_edits`."""
-        return bool(self._whole)
-
     def take_edits(self) -> Iterator[tuple[Row, State]]:
         """Yields each row whose whole state a script may have edited, with its new state, and drops the whole state.
 
         Raises:
             RuntimeError: the script has also edited the row's state.
         """
-        whole, self._whole = self._whole, {}
+        whole, self.looked_up = self.looked_up, {}
         for parameter, found in whole.items():
             row = self._slots[parameter].row
             if row is None:
@@ -154,7 +152,7 @@ class StateByParameter(defaultdict[Any, State]):
         return {} if slot.row is None else super().get(slot.row.tensor, {})
 
     def _keep(self, parameter: nn.Parameter, state: State, row_marks: list[tuple[str, int, int]]) -> None:
-        self._whole[parameter] = _Whole(state, _marks(state), row_marks)
+        self.looked_up[parameter] = _Whole(state, _marks(state), row_marks)
 
 
 def _marks(state: State) -> list[tuple[str, int, int]]:

@@ -246,7 +246,7 @@ class ShardedOptimizer:
     def follow_state_edits(self) -> None:
         """Cuts a script's edits of whole state, looked up by parameter, to this rank's rows."""
         state = self.optimizer.state
-        if isinstance(state, StateByParameter) and state.is_read:
+        if isinstance(state, StateByParameter) and state.looked_up:
             for row, edited in state.take_edits():
                 state[row.tensor] = self._storage.put(row, edited)
 
