@@ -6,12 +6,11 @@ from functools import partial
 import pytest
 import torch
 from cells import slow
+from loops import engine_or_ddp, take_step
 from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from training import save_engine
 
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 
@@ -57,21 +56,15 @@ def built(
     if says is not None:
         says(manager, model)
     optimizer = OPTIMIZERS[name](grouped(model))
-    if settings is None:
-        return model, DistributedDataParallel(model), optimizer
-    ZeroEngine(model, [optimizer], {"bucket_bytes": "20KiB", **settings})
-    return model, model, optimizer
+    entry, _ = engine_or_ddp(model, optimizer, None if settings is None else {"bucket_bytes": "20KiB", **settings})
+    return model, entry, optimizer
 
 
 def steps(rank: int, entry: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
     losses = []
     for number in numbers:
         words = torch.randint(300, (4, 6), generator=torch.Generator().manual_seed(10 * number + rank))
-        loss = entry(words).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step(entry(words).square().mean(), optimizer))
     return losses
 
 

@@ -11,10 +11,10 @@ from accelerate.utils import GradScalerKwargs
 from cells import examples, short_of
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import engine_or_ddp
 from scaled_runs import OVERFLOWS, SCALE, muon_and_adamw, train
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched, make_trainer
 from training import Small, adamw_in_two_groups, gpt2, gpt2_batch, small
 
@@ -445,8 +445,7 @@ def scaled_steps(rank: int, stage: int | None, kind: type, way: str) -> tuple[li
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=way == "fused")
-    entry = DistributedDataParallel(model) if stage is None else model
-    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage})
+    entry, engine = engine_or_ddp(model, optimizer, stage)
     scaler, skipped = kind("cpu", **SCALE), []
     stepped = AcceleratedOptimizer(optimizer, device_placement=False) if "wrapped" in way else optimizer
     for step in range(4):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import engine_or_ddp, take_step
 from shared_ranks import on_shared_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -14,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero import ZeroEngine
 
@@ -37,18 +37,12 @@ def trained(
     model = nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 2))
     groups = [{"params": [m.weight for m in model]}, {"params": [m.bias for m in model], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage, **settings})
-    entry = DistributedDataParallel(model) if stage is None else model
+    entry, engine = engine_or_ddp(model, optimizer, None if stage is None else {"stage": stage, **settings})
     if load is not None:
         set_model_state_dict(model, copy.deepcopy(load[0]), options=options)
         set_optimizer_state_dict(model, optimizer, copy.deepcopy(load[1]), options=options)
-    generator, losses = torch.Generator().manual_seed(rank), []
-    for _ in range(3):
-        loss = entry(torch.randn(4, 8, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    generator = torch.Generator().manual_seed(rank)
+    losses = [take_step(entry(torch.randn(4, 8, generator=generator)).square().mean(), optimizer) for _ in range(3)]
     states = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
     if engine is not None:
         engine.close()

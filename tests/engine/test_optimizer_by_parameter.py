@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loops import engine_or_ddp, take_step
 from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero import ZeroEngine
 from hf_zero.presence.arrivals import CommunicationError
@@ -35,15 +35,10 @@ def trained(
     """Losses, last parameters and the answer of `edit` after the third step; stage None trains with DDP."""
     model = chain()
     optimizer = make(model)
-    entry = DistributedDataParallel(model) if stage is None else model
-    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage, **(settings or {})})
+    entry, engine = engine_or_ddp(model, optimizer, None if stage is None else {"stage": stage, **(settings or {})})
     generator, losses, answer = torch.Generator().manual_seed(rank), [], None
     for step in range(STEPS):
-        loss = (entry(torch.randn(4, 16, generator=generator)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_step((entry(torch.randn(4, 16, generator=generator)) - 1).square().mean(), optimizer))
         if step == 2:
             answer = edit(model, optimizer)
     if engine is not None:

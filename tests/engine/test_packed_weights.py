@@ -6,11 +6,11 @@ from copy import deepcopy
 import pytest
 import torch
 from cells import slow
+from loops import engine_or_ddp, take_step
 from packed_bases import EIGHT, FOUR, MODELS, NESTED, PLAIN, Coded, adapted, save_bases
 from resident import covered_spans, living_tensors, resident_in
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from training import gpt2_batch
 
 import hf_zero
@@ -37,24 +37,16 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def steps(
     rank: int, entry: nn.Module, optimizer: torch.optim.Optimizer, make_batch: Callable, numbers: range = range(3)
 ) -> list[float]:
-    losses = []
-    for number in numbers:
-        loss = entry(**make_batch(torch.Generator().manual_seed(10 * number + rank), 2)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    generators = (torch.Generator().manual_seed(10 * number + rank) for number in numbers)
+    return [take_step(entry(**make_batch(generator, 2)).loss, optimizer) for generator in generators]
 
 
 def run(rank: int, bases: str, name: str, says: dict, settings: dict | None) -> tuple[nn.Module, list[float]]:
     """A model that has been trained under DDP (`settings` of None) or the engine, and its losses."""
     model = adapted(bases, name, says).train()
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-    if settings is None:
-        return model, steps(rank, DistributedDataParallel(model), optimizer, MODELS[name][3])
-    ZeroEngine(model, [optimizer], {"bucket_bytes": "20KiB", **settings})
-    return model, steps(rank, model, optimizer, MODELS[name][3])
+    entry, _ = engine_or_ddp(model, optimizer, None if settings is None else {"bucket_bytes": "20KiB", **settings})
+    return model, steps(rank, entry, optimizer, MODELS[name][3])
 
 
 def assert_same_state(ours: nn.Module, theirs: dict[str, torch.Tensor]) -> None:

@@ -10,14 +10,13 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
 from cells import short_of, slow
+from loops import engine_or_ddp, take_step
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched
 from training import bert, bert_batch
 
-from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.weak import engine_attached_to
 
@@ -67,10 +66,7 @@ def prepared(make: type, settings: dict | None):
     model = make()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if settings is None:
-        return model, DistributedDataParallel(model), optimizer
-    ZeroEngine(model, [optimizer], ZeroConfig.from_dict(settings))
-    return model, model, optimizer
+    return model, engine_or_ddp(model, optimizer, settings)[0], optimizer
 
 
 def trained(rank: int, kind: str, settings: dict | None) -> list[list[float]]:
@@ -80,15 +76,12 @@ def trained(rank: int, kind: str, settings: dict | None) -> list[list[float]]:
     generator = torch.Generator().manual_seed(rank)
     seen = []
     for _ in range(3):
-        loss = loss_of(entry, generator)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = take_step(loss_of(entry, generator), optimizer)
         entry.eval()
         with torch.no_grad():
             evaluated = loss_of(entry, torch.Generator().manual_seed(7))
         entry.train()
-        seen.append([loss.item(), evaluated.item(), *(buffer.double().sum().item() for buffer in model.buffers())])
+        seen.append([loss, evaluated.item(), *(buffer.double().sum().item() for buffer in model.buffers())])
     return seen
 
 
@@ -173,13 +166,9 @@ def by_assignment(model: nn.Module, value: float) -> None:
 def buffers_edited(rank: int, make: type, edit, writers: tuple[int, ...], settings: dict | None) -> list[list[float]]:
     """Losses and buffers behind each forward, where `writers` edit buffers before it, also between micro-batches."""
     torch.manual_seed(0)
-    model = entry = make()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = None
-    if settings is None:
-        entry = DistributedDataParallel(model)
-    else:
-        engine = ZeroEngine(model, [optimizer], settings)
+    entry, engine = engine_or_ddp(model, optimizer, settings)
     generator = torch.Generator().manual_seed(rank)
     seen = []
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
+from loops import engine_or_ddp, take_step
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks, shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,21 +51,15 @@ def trained(rank: int, stage: int | None, loss_of: Loss) -> tuple[list[float], l
     """Losses and last parameters at a stage; None trains with DDP."""
     model = chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    entry = model
-    if stage is None:
-        entry = DistributedDataParallel(model)
-    else:
-        of_stage_3 = {"unit_bytes": 0} if stage == 3 else {}
-        engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "1KiB", **of_stage_3})
+    of_stage_3 = {"unit_bytes": 0} if stage == 3 else {}
+    settings = None if stage is None else {"stage": stage, "bucket_bytes": "1KiB", **of_stage_3}
+    entry, engine = engine_or_ddp(model, optimizer, settings)
     losses = []
     for batch in batches(rank, 3):
         with hf_zero.gathered(model):
             loss = loss_of(entry, model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    if stage is not None:
+        losses.append(take_step(loss, optimizer))
+    if engine is not None:
         engine.close()
     return losses, [p.detach().clone() for p in model.parameters()]
 
@@ -89,17 +84,19 @@ def test_parameters_that_are_made_for_one_call_train_as_under_ddp(rank, world_si
         assert all(map(torch.equal, values, parameters)), f"stage {stage}"
 
 
-def of_stage(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> ZeroEngine:
+def of_stage(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stage: int | None
+) -> tuple[nn.Module, ZeroEngine | None]:
     small = {"unit_bytes": 0, "bucket_bytes": "1KiB"} if stage == 3 else {}
-    return ZeroEngine(model, [optimizer], {"stage": stage, **small}, find_unused_parameters=True)
+    settings = None if stage is None else {"stage": stage, **small}
+    return engine_or_ddp(model, optimizer, settings, find_unused=True, find_unused_parameters=True)
 
 
 def frozen_in_turns(rank: int, stage: int | None) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and last parameters of a run that freezes different parameters in each step; None trains with DDP."""
     model = chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    entry = DistributedDataParallel(model, find_unused_parameters=True) if stage is None else model
-    engine = None if stage is None else of_stage(model, optimizer, stage)
+    entry, engine = of_stage(model, optimizer, stage)
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     turns = [list(model[0].parameters()), list(model[1:].parameters()), biases, [], [model[1].inner.weight]]
     losses = []
@@ -107,13 +104,9 @@ def frozen_in_turns(rank: int, stage: int | None) -> tuple[list[float], list[tor
         frozen = turns[number % len(turns)]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        loss = entry(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(take_step(entry(batch).square().mean(), optimizer))
         for parameter in frozen:
             parameter.requires_grad_(True)
-        losses.append(loss.item())
     if engine is not None:
         engine.close()
     return losses, [p.detach().clone() for p in model.parameters()]
@@ -123,7 +116,7 @@ def with_inputs(rank: int, stage: int | None) -> tuple[list[float], list[torch.T
     """Losses and last parameters of a run whose backwards name their inputs; None averages gradients by hand."""
     model = chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = None if stage is None else of_stage(model, optimizer, stage)
+    engine = None if stage is None else of_stage(model, optimizer, stage)[1]
     weights = [model[0].inner.weight, model[1].outer.weight]
     ways = [
         lambda loss: loss.backward(inputs=list(model.parameters())),
@@ -168,7 +161,7 @@ def test_a_backward_that_reaches_only_some_parameters_has_plain_torchs_results(r
 def test_a_gradient_of_a_frozen_sharded_parameter_is_refused_as_by_torch(rank, world_size):
     model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = of_stage(model, optimizer, 3)
+    _, engine = of_stage(model, optimizer, 3)
     model[0].inner.weight.requires_grad_(False)
     loss = model(batches(rank, 1)[0]).sum()
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -214,13 +207,12 @@ OWN = ["blocks.1.own.weight", "blocks.1.own.bias", "blocks.1.frozen.weight", "bl
 
 def with_own_parts(rank: int, settings: dict | None) -> dict[str, torch.Tensor]:
     """The model behind three steps of two micro-batches, of which the first is not reduced."""
-    model = entry = WithOwnParts(rank)
+    model = WithOwnParts(rank)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, OWN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if settings is None:
-        entry = DistributedDataParallel(model)
-    else:
-        engine = ZeroEngine(model, [optimizer], {**settings, "check_replicas_every": 1})
+    entry, engine = engine_or_ddp(
+        model, optimizer, None if settings is None else {**settings, "check_replicas_every": 1}
+    )
     losses = []
     for number, batch in enumerate(batches(rank, 6)):
         # What no_sync sets, and what scripts without it set.
@@ -231,7 +223,7 @@ def with_own_parts(rank: int, settings: dict | None) -> dict[str, torch.Tensor]:
         if number % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
-    if settings is None:
+    if engine is None:
         # DDP sends rank 0's buffers before the first forward of an evaluation, the engine behind each step.
         entry.eval()(batch)
     else:
@@ -294,22 +286,12 @@ def test_complex_parameters_are_refused_and_train_in_real_form_as_complex_ones_d
         ZeroEngine(model, [torch.optim.AdamW(model.parameters())], 1)
     found = []
     for stage in (None, *STAGES):
-        model = entry = Spectral(is_complex=stage is None)
+        model = Spectral(is_complex=stage is None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if stage is None:
-            entry = DistributedDataParallel(model)
-        else:
-            engine = ZeroEngine(model, [optimizer], stage)
-        losses = []
-        for batch in batches(rank, 3):
-            loss = entry(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        if stage is not None:
+        entry, engine = engine_or_ddp(model, optimizer, stage)
+        found.append([take_step(entry(batch).square().mean(), optimizer) for batch in batches(rank, 3)])
+        if engine is not None:
             engine.close()
-        found.append(losses)
     assert all(losses == found[0] for losses in found)
 
 
@@ -323,19 +305,16 @@ class Scaled(torch.optim.SGD):
 
 
 def with_arguments(rank: int, settings: dict | None) -> list[torch.Tensor]:
-    model = entry = chain()
+    model = chain()
     optimizer = Scaled(model.parameters(), lr=0.1, momentum=0.9)
-    if settings is None:
-        entry = DistributedDataParallel(model)
-    else:
-        engine = ZeroEngine(model, [optimizer], {**settings, "bucket_bytes": "1KiB"})
+    entry, engine = engine_or_ddp(model, optimizer, None if settings is None else {**settings, "bucket_bytes": "1KiB"})
     for batch, (args, kwargs) in zip(
         batches(rank, 6), [((), {}), ((None, 0.5), {}), ((), {"scale": 2.0})] * 2, strict=True
     ):
         entry(batch).square().mean().backward()
         optimizer.step(*args, **kwargs, **({"offset": torch.tensor(0.01)} if kwargs else {}))
         optimizer.zero_grad()
-    if settings is not None:
+    if engine is not None:
         engine.close()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -587,8 +566,7 @@ def plain() -> nn.Module:
 def train_edited(rank: int, model: nn.Module, settings: dict | None, after_step: Edit | None = None) -> list[float]:
     """Losses of a few steps; settings None trains with DDP. `after_step` edits each parameter behind each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    engine = None if settings is None else ZeroEngine(model, [optimizer], settings)
-    entry = DistributedDataParallel(model) if engine is None else model
+    entry, engine = engine_or_ddp(model, optimizer, settings)
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(STEPS):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cells import short_of, short_rows, slow
+from loops import engine_or_ddp, take_step
 from plain_lion import Lion
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
@@ -503,26 +504,18 @@ def schedule_free(rank: int, world_size: int, variants: list[dict | None]) -> li
         torch.manual_seed(0)
         model = gpt2()
         optimizer = ScheduleFreeSGD(model.parameters())
-        if settings is None:
-            entry = DistributedDataParallel(model)
-        else:
-            entry, engine = model, ZeroEngine(model, [optimizer], {**SMALL_BUCKETS, **settings})
+        entry, engine = engine_or_ddp(model, optimizer, None if settings is None else {**SMALL_BUCKETS, **settings})
         generator = torch.Generator().manual_seed(rank)
         seen = []
         for _ in range(3):
             optimizer.train()
-            for _ in range(2):
-                loss = entry(**gpt2_batch(generator, 2)).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(loss.item())
+            seen += [take_step(entry(**gpt2_batch(generator, 2)).loss, optimizer) for _ in range(2)]
             optimizer.eval()
             with torch.no_grad():
                 # Not through DDP's forward: it broadcasts nothing that evaluation needs.
                 seen.append(model(**gpt2_batch(torch.Generator().manual_seed(7), 2)).loss.item())
         found.append((seen, {name: value.float().numpy().copy() for name, value in model.state_dict().items()}))
-        if settings is not None:
+        if engine is not None:
             engine.close()
             assert "train" not in optimizer.__dict__
     return found
@@ -618,8 +611,7 @@ def trained_across_a_resize(rank: int, world_size: int, settings: dict | None, v
     torch.manual_seed(0)
     model = gpt2()
     optimizer = fused_adamw(model)
-    engine = None if settings is None else ZeroEngine(model, [optimizer], settings)
-    entry = DistributedDataParallel(model) if settings is None else model
+    entry, engine = engine_or_ddp(model, optimizer, settings)
     losses = []
     for step in range(6):
         if step == 3:

@@ -22,9 +22,9 @@ from cells import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT, SUPPORT, run_forked
+from loops import engine_or_ddp
 from shared_ranks import run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch, steps
 
@@ -210,8 +210,8 @@ def sends(rank: int, world_size: int, settings: dict | None, writes: str) -> Sen
     optimizer = (Clamping if writes == "class" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
     if writes == "hook behind":
         optimizer.register_step_post_hook(clamp_rows)
-    engine = None if settings is None else ZeroEngine(model, [optimizer], {"bucket_bytes": "20KiB", **settings})
-    entry, own_step = DistributedDataParallel(model) if engine is None else model, BucketStep.step
+    settings = None if settings is None else {"bucket_bytes": "20KiB", **settings}
+    (entry, engine), own_step = engine_or_ddp(model, optimizer, settings), BucketStep.step
 
     def step(own: BucketStep, bucket: Bucket, rows: list[Row]) -> None:
         own_step(own, bucket, rows)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from loops import engine_or_ddp
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from training import fused_adamw, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
@@ -34,10 +34,7 @@ class Run:
         torch.manual_seed(0)
         self.model = make().train()
         self.optimizer = make_optimizer(self.model)
-        self.engine = None if settings is None else ZeroEngine(self.model, [self.optimizer], settings)
-        self.entry = (
-            DistributedDataParallel(self.model, find_unused_parameters=find_unused) if settings is None else self.model
-        )
+        self.entry, self.engine = engine_or_ddp(self.model, self.optimizer, settings, find_unused=find_unused)
         self.no_sync = (self.engine or self.entry).no_sync
         self.make_batch = make_batch
         self.data = torch.Generator().manual_seed(100 + rank)

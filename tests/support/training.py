@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from loops import engine_or_ddp, take_step
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from hf_zero.buckets.sizes import SMALLEST_UNIT_BYTES
-from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
 
@@ -219,13 +218,8 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
     made = (job.make_optimizer or fused_adamw)(model)
     optimizers = made if isinstance(made, list) else [made]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 5)) for o in optimizers]
-    if job.settings is None:
-        engine = None
-        entry = DistributedDataParallel(model, find_unused_parameters=job.find_unused)
-        no_sync = entry.no_sync
-    else:
-        engine = ZeroEngine(model, optimizers, ZeroConfig.from_dict(job.settings))
-        entry, no_sync = model, engine.no_sync
+    entry, engine = engine_or_ddp(model, optimizers, job.settings, find_unused=job.find_unused)
+    no_sync = (engine or entry).no_sync
     generator = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)
     losses, norms = [], []
@@ -259,14 +253,8 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> list[float]:
     """Returns losses of GPT-2 steps on the same batches on every rank."""
-    losses = []
-    for seed in seeds:
-        loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    batches = (gpt2_batch(torch.Generator().manual_seed(seed), 2) for seed in seeds)
+    return [take_step(model(**batch).loss, optimizer) for batch in batches]
 
 
 def clip_stock(model: nn.Module, max_norm: float) -> torch.Tensor:
