@@ -301,7 +301,7 @@ def waits() -> None:
 
 
 SCRIPT = """
-import hf_zero, sys, time
+import hf_zero, signal, sys, time
 
 def train(seconds, steps):
     import torch
@@ -329,6 +329,8 @@ def call(seconds, steps):
         print("interrupted", flush=True)
 
 if __name__ == "__main__":
+    # A shell starts background commands with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             seconds, steps = sys.stdin.readline().split()

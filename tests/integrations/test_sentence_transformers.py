@@ -90,4 +90,4 @@ def test_every_loss_is_ddps_at_every_stage(name, world_size, tmp_path):
     if encoders.CELLS[name].kind == "setfit":
         pytest.importorskip("setfit", reason="needs setfit: pip install setfit")
     rows = list(encoders.compare(name, world_size, [1, 2, 3], tmp_path))
-    assert [row["outcome"] for row in rows] == ["passed"] * 3, rows
+    assert [row["outcome"] for row in rows] == ["passed"] * 3, "\n".join(map(str, rows))
