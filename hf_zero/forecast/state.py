@@ -70,7 +70,9 @@ class BucketCost:
     def file_bytes(self) -> int:
         """Bytes of the rank's parameters, master and state in files."""
         found = self.parameter_bytes * self.parameters_in_files + (self.state_bytes or 0) * self.state_in_files
-        return found + self.kept_master_bytes * (self.state_in_files or self.parameters_in_files)
+        # Masters in another dtype than the parameters belong to the state.
+        is_parameters_own = self.parameters_in_files and self.master_bytes == self.param_bytes
+        return found + self.kept_master_bytes * (self.state_in_files or is_parameters_own)
 
     @property
     def own_numel(self) -> int:

@@ -397,7 +397,7 @@ class Unsharding:
     def _finish(self, unit: Unit) -> None:
         if unit.is_unsharding:
             starts = self._order.starts
-            # The dict is empty in a forward.
+            # The dict is empty in a forward, unless other ranks are in a backward.
             if starts.before:
                 before = starts.before.get(self._backward_numbers[unit])
                 # None if the forward has gathered the unit. Then all ranks have already started the gather.

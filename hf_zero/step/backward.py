@@ -480,7 +480,7 @@ class Gradients:
             self.store.start_last_steps(number)
 
     def _start_first(self, number: int) -> None:
-        if not self._touched and not self._accumulates():
+        if not self._touched and is_in_backward() and not self._accumulates():
             # A call of `torch.autograd.grad`, as in a gradient penalty, accumulates no gradients on any rank.
             return
         self._touch()

@@ -15,6 +15,10 @@ from .step_context import StepContext
 # on, every rank on this way starts that many reductions before waiting for the gather, with zeros for missing gradients. On a
 # way without promises, ranks agree on each layer, and send the number of started reductions in the agreement. A rank that needs
 # a buffer joins this agreement early, and asks the other ranks to start the reduction that the buffer waits for.
+#
+# A rank may run another forward while others are in their backward. Before the first gather of a backward, no rank knows this, so
+# no promise holds there. After that gather, a rank in a forward keeps promises as well, and adds its own gradients in a second
+# reduction.
 
 _WANTED = 2
 """Sent for the last reduction that a rank wants to wait for. For the other reductions: 0 if started, 1 if not."""
@@ -71,7 +75,7 @@ class CommonStarts:
         way = self._way
         self.before[number] = way, self.sure
         self._ways.append(way)
-        # The same as in `_go`, inlined for speed.
+        # Equal on all ranks, because hashes of integers do not depend on the process.
         self._way = way = hash((way, number))
         promised = self._promised.get(way, 0)
         if promised > self.sure:
@@ -82,11 +86,10 @@ class CommonStarts:
         if self._has_ended:
             self._begin()
         if with_graph:
-            self._go(number)
-            self._way_before = self._way
-        else:
-            self._way = self._way_before
-            self.sure = self._promised.get(self._way, 0)
+            self._way_before = hash((self._way, number))
+        self._way = self._way_before
+        if not self._ways:
+            self.sure = 0
 
     def end_backward(self) -> None:
         """Called after the last gather of a backward. No rank waits for a gather, so this rank may wait for all reductions."""
@@ -98,7 +101,7 @@ class CommonStarts:
 
     def _begin(self) -> None:
         """Begins a way after the end of a backward."""
-        self._has_ended, self.sure = False, self._promised.get(self._way, 0)
+        self._has_ended, self.sure = False, 0
         self._silent.update(self._last_ways)
         self._last_ways.clear()
         self._started.clear()
@@ -126,8 +129,8 @@ class CommonStarts:
     def say(self, *, is_backward: bool) -> bytes:
         """Returns this rank's bytes of an agreement. Pass the elementwise maximum over all ranks to `hear`."""
         started = 0
-        # In a forward, the reductions of its backward have not begun.
-        if is_backward:
+        # In a forward, reductions have only begun if others are in a backward, and have gathered a layer or asked for a start.
+        if is_backward or self._ways or (self.sure and not self._has_ended):
             self.keep_promise(self._way, self.sure)
             # `count` may be larger than this rank's number: ranks with a different part of a split model may have more buckets.
             started = self.started if self.started < self._own_count else self.count
@@ -154,10 +157,3 @@ class CommonStarts:
             if len(self._promised) > _MOST_WAYS:
                 self._promised.clear()
             self._promised.update(zip(ways, map(min, *everyone)))
-
-    def _go(self, number: int) -> None:
-        # Equal on all ranks, because hashes of integers do not depend on the process.
-        way = self._way = hash((self._way, number))
-        promised = self._promised.get(way, 0)
-        if promised > self.sure:
-            self.sure = promised

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import adam
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import choice, tiers
+from hf_zero.offload import choice
 from hf_zero.offload.host_memory import HostCores, NodeCores, ShareOfCores, choose_host_cores, near_cores
+from hf_zero.offload.host_tiers import HostTier
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,8 +191,8 @@ def test_a_step_that_fails_leaves_the_thread_bound_until_the_next_forward_only(t
 
 @several_cores
 def test_pages_are_written_to_from_the_nodes_cores(monkeypatch):
-    flat = tiers.HostTier(HOST, NodeCores(1, frozenset(HERE[1:]))).empty(1 << 20, torch.bfloat16)
+    flat = HostTier(HOST, NodeCores(1, frozenset(HERE[1:]))).empty(1 << 20, torch.bfloat16)
     assert resident_bytes([flat]) == flat.nbytes and not flat.any()
-    untouched = tiers.HostTier(HOST, HostCores(1)).empty(1 << 20, torch.bfloat16)
+    untouched = HostTier(HOST, HostCores(1)).empty(1 << 20, torch.bfloat16)
     assert resident_bytes([untouched]) == 0
     assert os.sched_getaffinity(0) == set(HERE)

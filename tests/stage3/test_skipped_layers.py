@@ -1,6 +1,7 @@
 """Stage 3: layers that only some ranks run, in orders that ranks have for themselves, train as under DDP."""
 
 import copy
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from ranks import run_ranks
 from shared_ranks import on_ranks, shared_ranks
 from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same, same_as_ddp
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import VOCABULARY, Answer, gpt2_batch
+from training import VOCABULARY, Answer, gpt2, gpt2_batch
 
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
 from hf_zero.stage3.agreed_order import AgreedOrder
 
@@ -371,6 +374,73 @@ def test_many_steps_in_which_each_rank_skips_half_of_its_layers(world_size, step
         assert ours_s < LONGEST_WAIT_S + ddp_s
         # A clip that bites agrees to rounding.
         assert difference < 1e-4
+
+
+# ---- Ranks that run different numbers of forwards before their backward ----
+
+
+class Headed(nn.Module):
+    """GPT-2 and some layers after it, whose gradients fill several buckets before the first layer of a backward is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = gpt2(layers=2), nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        found = self.body(**batch, output_hidden_states=True)
+        hidden = found.hidden_states[-1]
+        for layer in self.head:
+            hidden = torch.tanh(layer(hidden)) + hidden
+        return found.loss + hidden.square().mean()
+
+
+def runs_different_numbers_of_forwards(rank: int, world_size: int, counts: list[list[int]], bucket_bytes: str) -> None:
+    losses = []
+    for settings in (None, {**SHARDED, "unit_bytes": 0, "bucket_bytes": bucket_bytes, "comm": {"late_s": 20.0}}):
+        torch.manual_seed(0)
+        model = entry = Headed()
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
+        if settings is None:
+            entry = DistributedDataParallel(model)
+        else:
+            engine = ZeroEngine(model, [optimizer], settings)
+        for step, by_rank in enumerate(counts):
+            batch = gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 1)
+            loss = torch.stack([entry(**batch) for _ in range(by_rank[rank])]).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        losses.append(seen)
+    engine.close()
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bucket_bytes", ["4KiB", "20KiB"])
+def test_ranks_that_run_different_numbers_of_forwards_train_as_under_ddp(bucket_bytes):
+    # All promises are made in the first steps. Then each rank is once the only one in a forward.
+    counts = [*[[1, 1]] * 5, [1, 2], [2, 1], [1, 3], [2, 2], [2, 1], [1, 1]]
+    shared_ranks.run(runs_different_numbers_of_forwards, counts=counts, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_run_random_numbers_of_forwards_train_as_under_ddp(world_size, seed):
+    numbers = random.Random(seed)
+
+    def drawn(steps: int) -> list[list[int]]:
+        return [[numbers.choice([1, 1, 2, 3]) for _ in range(world_size)] for _ in range(steps)]
+
+    counts = [*[[1] * world_size] * 6, *drawn(8), *[[2] * world_size] * 5, *drawn(6)]
+    for bucket_bytes in ("4KiB", "12KiB", "20KiB"):
+        arguments = {"counts": counts, "bucket_bytes": bucket_bytes}
+        run_ranks(
+            runs_different_numbers_of_forwards,
+            world_size=world_size,
+            time_limit_s=100,
+            keyword_arguments=arguments,
+        )
 
 
 # ---- Models of transformers ----
