@@ -394,7 +394,9 @@ class Headed(nn.Module):
         return found.loss + hidden.square().mean()
 
 
-def runs_different_numbers_of_forwards(rank: int, world_size: int, counts: list[list[int]], bucket_bytes: str) -> None:
+def runs_different_numbers_of_forwards(
+    rank: int, world_size: int, counts: list[list[int]], bucket_bytes: str, evaluates: bool = False
+) -> None:
     losses = []
     for settings in (None, {**SHARDED, "unit_bytes": 0, "bucket_bytes": bucket_bytes, "comm": {"late_s": 20.0}}):
         torch.manual_seed(0)
@@ -406,7 +408,14 @@ def runs_different_numbers_of_forwards(rank: int, world_size: int, counts: list[
             engine = ZeroEngine(model, [optimizer], settings)
         for step, by_rank in enumerate(counts):
             batch = gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 1)
-            loss = torch.stack([entry(**batch) for _ in range(by_rank[rank])]).sum()
+            forwards = 1 if evaluates else by_rank[rank]
+            loss = torch.stack([entry(**batch) for _ in range(forwards)]).sum()
+            with torch.no_grad():
+                for _ in range(by_rank[rank] - forwards):
+                    model(**batch)
+            if settings is not None and by_rank == [2, 2]:
+                # No rank starts reductions in a forward because of what it has promised for its backward.
+                assert engine._step.gradients.starts.started == 0
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -416,16 +425,18 @@ def runs_different_numbers_of_forwards(rank: int, world_size: int, counts: list[
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("bucket_bytes", ["4KiB", "20KiB"])
-def test_ranks_that_run_different_numbers_of_forwards_train_as_under_ddp(bucket_bytes):
+def test_ranks_that_run_different_numbers_of_forwards_train_as_under_ddp(bucket_bytes, evaluates):
     # All promises are made in the first steps. Then each rank is once the only one in a forward.
     counts = [*[[1, 1]] * 5, [1, 2], [2, 1], [1, 3], [2, 2], [2, 1], [1, 1]]
-    shared_ranks.run(runs_different_numbers_of_forwards, counts=counts, bucket_bytes=bucket_bytes)
+    arguments = {"counts": counts, "bucket_bytes": bucket_bytes, "evaluates": evaluates}
+    shared_ranks.run(runs_different_numbers_of_forwards, **arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_run_random_numbers_of_forwards_train_as_under_ddp(world_size, seed):
     numbers = random.Random(seed)
 
@@ -434,7 +445,7 @@ def test_ranks_that_run_random_numbers_of_forwards_train_as_under_ddp(world_size
 
     counts = [*[[1] * world_size] * 6, *drawn(8), *[[2] * world_size] * 5, *drawn(6)]
     for bucket_bytes in ("4KiB", "12KiB", "20KiB"):
-        arguments = {"counts": counts, "bucket_bytes": bucket_bytes}
+        arguments = {"counts": counts, "bucket_bytes": bucket_bytes, "evaluates": seed % 2 == 1}
         run_ranks(
             runs_different_numbers_of_forwards,
             world_size=world_size,
