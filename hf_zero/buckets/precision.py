@@ -25,6 +25,7 @@ class Precision:
         apart: whether the master has different memory than the parameters (offload), so there is one even with equal dtypes.
         stochastic: whether parameters are the stochastically rounded master, which exists only during the step.
         adds_in_master: whether ranks sum gradients in the master dtype, regardless of `reduce`.
+        copies: whether a master with the parameters' own dtype is a copy of the parameters that exists only during the step.
     """
 
     param: torch.dtype
@@ -35,6 +36,7 @@ class Precision:
     apart: bool = False
     stochastic: bool = False
     adds_in_master: bool = False
+    copies: bool = False
 
     @cached_property
     def reduced(self) -> torch.dtype:
@@ -49,7 +51,13 @@ class Precision:
     @cached_property
     def keeps_master(self) -> bool:
         """Whether the master persists between steps."""
-        return self.has_master and not self.stochastic
+        return self.has_master and not self.stochastic and not self.is_copied
+
+    @cached_property
+    def is_copied(self) -> bool:
+        """Whether the master is copied from the parameters for each step."""
+        # Parameters rounded to blocks have lost digits of their master.
+        return self.copies and self.apart and self.master == self.kept and self.weights is None
 
     @cached_property
     def rounds(self) -> bool:
@@ -69,6 +77,7 @@ def resolve_precision(
     gathered: torch.dtype | None = None,
     apart: bool = False,
     adds_in_master: bool = False,
+    copies: bool = False,
 ) -> Precision:
     """Chooses the dtypes for parameters of `model_dtype`. A 16-bit parameter gets an fp32 master.
 
@@ -76,7 +85,7 @@ def resolve_precision(
         config: the engine's settings.
         model_dtype: the parameters' dtype in the model.
         gathered: the dtype to which stage 3 casts for forward and backward; None for no cast.
-        apart, adds_in_master: see `Precision`.
+        apart, adds_in_master, copies: see `Precision`.
 
     Raises:
         ConfigError: `rounding: stochastic` with a dtype other than bfloat16, or `moments: 8bit` with float64.
@@ -105,6 +114,7 @@ def resolve_precision(
         apart=apart,
         stochastic=stochastic,
         adds_in_master=adds_in_master,
+        copies=copies,
     )
 
 

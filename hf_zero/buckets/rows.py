@@ -35,6 +35,8 @@ from ..offload.tiers import Tier
 
 _DECADES = 7
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_LARGEST_SUBNORMAL = SMALLEST_NORMAL - torch.finfo(torch.float32).smallest_normal * 2**-23
+_NAN = float("nan")
 _PREFIXES = 1 << 16
 
 _HOST_CHUNK_NUMEL = 1 << 17
@@ -138,42 +140,50 @@ def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
     _check(values, codes, scales)
     # A chunk is a whole number of blocks, because a block split over two chunks would get two scales.
     tables, chunk = tables_of(code, values.device), _chunk_numel(values.device)
-    padded, ratio, thresholds = values.new_empty((3, min(chunk, blocks(len(values)) * BLOCK_NUMEL)))
+    ratio, thresholds, padded = values.new_empty((3, min(chunk, blocks(len(values)) * BLOCK_NUMEL)))
     for start in range(0, len(values), chunk):
         part = values[start : start + chunk]
         count, scale = blocks(len(part)), scales[blocks(start) : blocks(start + len(part))]
-        x, y = padded[: count * BLOCK_NUMEL], ratio[: count * BLOCK_NUMEL]
-        # The last block may be short. Old memory after its values would otherwise determine the block's scale.
-        x[len(part) :].zero_()
-        x[: len(part)].copy_(part)
+        x, y = part, ratio[: count * BLOCK_NUMEL]
+        if len(part) % BLOCK_NUMEL:
+            # Old memory after the values of the short last block would otherwise determine the block's scale.
+            x = padded[: count * BLOCK_NUMEL]
+            x[len(part) :].zero_()
+            x[: len(part)].copy_(part)
         rows = x.view(count, BLOCK_NUMEL)
-        scale.copy_(_scales_of(rows, code))
+        _write_scales(rows, scale, code)
         # Dividing by infinity sets all elements of a block with scale 0 to zero.
-        divisors = torch.where(scale == 0, float("inf"), scale)
-        torch.div(rows, divisors[:, None], out=y.view(count, BLOCK_NUMEL))
-        # The padded values are no longer needed, so their memory is reused for indices: a new tensor per chunk would leave the
-        # cache.
-        nearest = _nearest(y, x.view(torch.int32), thresholds[: len(y)], tables)
-        codes[start : start + len(part)].copy_(nearest[: len(part)])
+        torch.div(rows, torch.where(scale == 0, float("inf"), scale)[:, None], out=y.view(count, BLOCK_NUMEL))
+        _write_nearest(
+            y[: len(part)],
+            codes[start : start + len(part)],
+            padded[: len(part)].view(torch.int32),
+            thresholds[: len(part)],
+            tables,
+        )
 
 
-def _scales_of(rows: torch.Tensor, code: DynamicCode) -> torch.Tensor:
-    """Reduces (blocks, 256) to (blocks,): the largest magnitude with sign; 0 if subnormal, NaN if not finite."""
+def _write_scales(rows: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> None:
+    """Reduces (blocks, 256) to (blocks,): the largest magnitude with sign; 0 if subnormal, NaN if not finite.
+
+    A launch costs a GPU's host more than a small kernel costs the GPU, so these are as few operators as possible.
+    """
     # torch.aminmax along a dimension is eight times slower.
     least, most = rows.amin(dim=1), rows.amax(dim=1)
-    scale = torch.where(most >= -least, most, least) if code.signed else most.clamp(min=0.0)
-    magnitude = torch.maximum(most, -least)
-    scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
-    # `<` is False for NaN, so one comparison detects NaN and infinity.
-    return torch.where(magnitude < float("inf"), scale, float("nan"))
+    # The product of the unsigned form is 0, or NaN for an infinity, which the clamp would hide.
+    found = torch.where(most >= -least, most, least) if code.signed else most.clamp(min=0.0).add_(least.mul_(0.0))
+    found = torch.nn.functional.hardshrink(found, _LARGEST_SUBNORMAL)
+    torch.nan_to_num(found, nan=_NAN, posinf=_NAN, neginf=_NAN, out=scales)
 
 
-def _nearest(y: torch.Tensor, scratch: torch.Tensor, thresholds: torch.Tensor, tables: Tables) -> torch.Tensor:
-    """Returns the codes, (n,) uint8, of `y`, (n,) float32. Overwrites `scratch`, (n,) int32, and `thresholds`, (n,) float32."""
+def _write_nearest(
+    y: torch.Tensor, codes: torch.Tensor, scratch: torch.Tensor, thresholds: torch.Tensor, tables: Tables
+) -> None:
+    """Writes the codes, (n,) uint8, of `y`, (n,) float32. Overwrites `scratch`, (n,) int32, and `thresholds`, (n,) float32."""
     torch.bitwise_right_shift(y.view(torch.int32), 16, out=scratch).add_(_PREFIXES // 2)
-    nearest = tables.first.index_select(0, scratch)
-    torch.index_select(tables.thresholds, 0, scratch.copy_(nearest), out=thresholds)
-    return nearest.add_((y > thresholds).view(torch.uint8))
+    torch.index_select(tables.first, 0, scratch, out=codes)
+    torch.index_select(tables.thresholds, 0, scratch.copy_(codes), out=thresholds)
+    codes.add_((y > thresholds).view(torch.uint8))
 
 
 def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, code: DynamicCode) -> None:
@@ -187,7 +197,8 @@ def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Ten
         whole = len(part) // BLOCK_NUMEL
         # Whole blocks are scaled by broadcasting; a short last block is multiplied below.
         part[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).mul_(scale[:whole, None])
-        part[whole * BLOCK_NUMEL :].mul_(scale[whole:])
+        if len(part) % BLOCK_NUMEL:
+            part[whole * BLOCK_NUMEL :].mul_(scale[whole:])
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

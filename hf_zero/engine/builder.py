@@ -100,6 +100,7 @@ class BucketBuilder:
                 key,
                 adds_in_master=self.wire.adds_in_wider(group),
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
+                copies=tier.copies_masters and not (part.sharded and self.config.offload.moves_params),
             )
             if key.trained and not part.sharded:
                 precision = replace(precision, weights=rounds)

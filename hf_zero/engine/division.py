@@ -223,12 +223,14 @@ def precision_of(
     *,
     adds_in_master: bool,
     apart: bool,
+    copies: bool,
 ) -> Precision:
     """Returns the dtypes of a bucket.
 
     Args:
         adds_in_master: gradients are summed over the ranks in the master dtype.
         apart: masters are stored in different memory than parameters.
+        copies: see `Precision`.
     """
     if not key.trained:
         return untrained_precision(key.dtype, key.gathered_dtype)
@@ -236,4 +238,11 @@ def precision_of(
         # float32 parameters need no stochastic rounding.
         rounding = "nearest" if key.dtype == torch.float32 else config.rounding
         config = replace(config, param_dtype=AUTO, rounding=rounding)
-    return resolve_precision(config, key.dtype, gathered=key.gathered_dtype, apart=apart, adds_in_master=adds_in_master)
+    return resolve_precision(
+        config,
+        key.dtype,
+        gathered=key.gathered_dtype,
+        apart=apart,
+        adds_in_master=adds_in_master,
+        copies=copies,
+    )

@@ -61,6 +61,7 @@ def bytes_elsewhere(
             optimizers,
             mesh,
             apart=parameter_tier.masters_apart(tier),
+            copies=tier.copies_masters and not offload.moves_params,
             with_gradients=tier.is_apart and not on_disk,
         )
         # A lower bound, because whole buckets move. Anchors of outer steps are stored with masters.
@@ -86,6 +87,7 @@ def _state_bytes(
     mesh: Mesh,
     *,
     apart: bool,
+    copies: bool,
     with_gradients: bool,
 ) -> int:
     """Counts bytes of masters, optimizer state and, with `with_gradients`, reduced gradients of a rank's part.
@@ -95,19 +97,20 @@ def _state_bytes(
     Args:
         owner: (optimizer, group) of each trained parameter.
         apart: whether masters are separate from parameters with the same dtype.
+        copies: see `Precision`.
     """
     kinds: dict[tuple, list[int]] = {}
     # Bytes by the number of ranks sharing them.
     total = Counter[int]()
     for parameter, (index, group) in owner.items():
-        precision = resolve_precision(config, wanted_dtype(parameter), apart=apart)
+        precision = resolve_precision(config, wanted_dtype(parameter), apart=apart, copies=copies)
         key = (index, group, precision.master)
         # Run one trial step per group and dtype, because a model may have thousands of parameters.
         if key not in kinds:
             optimizer = optimizers[index] if index >= 0 else None
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
             kinds[key] = [dtype.itemsize for _, dtype in found or ()]
-        master = precision.master.itemsize if precision.has_master else 0
+        master = precision.master.itemsize if precision.keeps_master else 0
         gradient = precision.master.itemsize if with_gradients else 0
         numel = parameter.numel()
         packed = config.quantises_moments and is_in_blocks(numel)

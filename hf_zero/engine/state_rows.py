@@ -101,7 +101,7 @@ def fill_rows(
             if kind == MASTER:
                 # Without a separate master, the optimizer updates the parameters, which are loaded before the state. Parameters
                 # without values in a file of weights are loaded here.
-                if bucket.precision.has_master or is_outside(name):
+                if bucket.precision.keeps_master or is_outside(name):
                     storage.put_master(row, values)
                 continue
             flat[kind] = values.view(row.tensor.shape).to(row.tensor.device)

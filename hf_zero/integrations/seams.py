@@ -71,6 +71,13 @@ SEAMS = (
         test="test_stage3.py::test_modes_of_a_script_see_the_models_operations_and_none_of_the_engines",
     ),
     Seam(
+        owner="torch._C:",
+        names=("_storage_Use_Count",),
+        where=("optimizer/state_on_host",),
+        why="Shows that a script has a view of state in host memory, so a step must not return while the state is copied there.",
+        test="test_device_window.py::test_views_of_state_from_before_a_step_have_the_values_after_it",
+    ),
+    Seam(
         owner="torch._C._dynamo:eval_frame",
         names=(
             "get_eval_frame_callback",

@@ -39,6 +39,8 @@ class DeviceWindow:
         self.most_bytes = 0
         self._stored: list[HostBytes] = []
         self._held_bytes = 0
+        # The bytes of the largest `WINDOW` buckets; None if they have to be counted again.
+        self._limit_bytes: int | None = None
         # Copies whose source or target on the device is still in use, the oldest first.
         self._landing: deque[tuple[Mark, torch.Tensor]] = deque()
         # Bytes of everything else: the most at the end of a forward, before the last layer, and how they grow in each layer.
@@ -109,10 +111,16 @@ class DeviceWindow:
 
     def _fits(self, nbytes: int) -> bool:
         """Whether `nbytes` more are not more than the bytes of the largest `WINDOW` buckets."""
-        sizes = Counter[int]()
-        for state in self._stored:
-            sizes[state.bucket] += state.nbytes
-        return self._window_bytes + nbytes <= sum(size for _, size in sizes.most_common(WINDOW))
+        if self._limit_bytes is None:
+            sizes = Counter[int]()
+            for state in self._stored:
+                sizes[state.bucket] += state.nbytes
+            self._limit_bytes = sum(size for _, size in sizes.most_common(WINDOW))
+        return self._window_bytes + nbytes <= self._limit_bytes
+
+    def renew_limit(self) -> None:
+        """Notes that a part of a bucket's state has another size."""
+        self._limit_bytes = None
 
     def _is_free(self, nbytes: int) -> bool:
         self._drop_landed()
@@ -210,6 +218,7 @@ class HostBytes:
             self.wait()
             with self._window.cores.near():
                 self.host = pinned(flat.nbytes, self._window.device)
+            self._window.renew_limit()
         with self._window.down.aside():
             self.host.copy_(flat, non_blocking=True)
             self._note_use(flat)

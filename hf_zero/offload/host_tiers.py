@@ -74,7 +74,7 @@ class HostTier(Tier):
 
 
 class NvmeTier(HostTier):
-    """One file per shard with optimizer state and separate masters, which are in memory while their bucket is stepped.
+    """One file per shard with optimizer state and masters of 16-bit parameters, in memory while their bucket is stepped.
 
     Gradients of parameters on an accelerator are copied to host memory for the step. On the CPU they are already there.
 
@@ -92,6 +92,7 @@ class NvmeTier(HostTier):
     def __init__(self, device: torch.device, files: StateFiles, cores: HostCores, *, apart: bool = False):
         super().__init__(device, cores)
         self.is_apart = apart or device.type != "cpu"
+        self.copies_masters = files.holds_state
         self.files = files
         self.name = NvmeTier.name if files.holds_state else HostTier.name
 

@@ -15,6 +15,7 @@ class Tier:
     Attributes:
         name: the name in the plan and in the memory report.
         is_apart: whether the optimizer steps in other memory than the parameters', with separate masters and gradients.
+        copies_masters: whether masters with the dtype of parameters on the device are copied from the parameters for each step.
         scratch_name: the name of the memory returned by `scratch`.
         device: the device of the parameters.
         cores: the host's cores for steps in this memory; None if steps use the script's own threads.
@@ -25,7 +26,7 @@ class Tier:
     """
 
     name = scratch_name = "device"
-    is_apart = False
+    is_apart = copies_masters = False
     files: StateFiles | None = None
     cores: HostCores | None = None
     window: DeviceWindow | None = None

@@ -16,7 +16,7 @@ from ..hooks.weak import WeakHook
 from ..offload.files import OffloadError, StoredShard
 from ..offload.walk import Window
 from .bucket_state import BucketState
-from .own_step import group_with, own_step
+from .own_step import group_of, own_step
 
 _ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
 
@@ -38,8 +38,7 @@ class BucketStep:
         # gradients.
         widen(*[row.tensor for row in rows])
         groups = self._optimizer.param_groups
-        mine = {id(row.tensor) for row in rows}
-        self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]
+        self._optimizer.param_groups = [group_of(groups[bucket.key.group], [row.tensor for row in rows])]
         try:
             own_step(self._optimizer)
         finally:

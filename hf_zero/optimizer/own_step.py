@@ -2,7 +2,8 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -84,7 +85,17 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
     """Copies an optimizer group with some of its parameters, and with their names if the group has names."""
-    chosen = [index for index, tensor in enumerate(group["params"]) if wanted(tensor)]
+    return _reduced(group, [index for index, tensor in enumerate(group["params"]) if wanted(tensor)])
+
+
+def group_of(group: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Copies an optimizer group with only `tensors` as parameters."""
+    # Each step calls this for every bucket, so the loops over all parameters of the group are in C.
+    mine, parameters = set(map(id, tensors)), group["params"]
+    return _reduced(group, list(compress(range(len(parameters)), map(mine.__contains__, map(id, parameters)))))
+
+
+def _reduced(group: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
     parallel = [name for name in ("params", "param_names") if name in group]
     return {**group, **{name: [group[name][index] for index in chosen] for name in parallel}}
 

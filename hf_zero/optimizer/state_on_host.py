@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import gt, is_, itemgetter
+from sys import getrefcount
 from typing import Any, ClassVar
 
 import torch
@@ -66,12 +68,17 @@ class StateOnHost(StateStorage):
         self._inner = inner
         self._bytes = HostBytes(window, bucket.layout.index)
         self.lent_bytes = inner.lent_bytes
-        # Where each tensor of the block belongs, the tensor, and its first byte.
-        self._held: list[tuple[Any, Any, torch.Tensor, int]] = []
-        self._forms: list[tuple[torch.dtype, torch.Size]] = []
+        # Where each tensor of the block belongs, and the tensor in host memory.
+        self._held: list[tuple[Any, Any, torch.Tensor]] = []
+        self._block = _Block([])
+        self._views: list[torch.Tensor] = []
+        # See `_count_references`, if a script has no views.
+        self._references: list[int] = []
+        self._is_seen = False
         # Tensors that the optimizer keeps in host memory, by their `id`.
         self._left: dict[int, torch.Tensor] = {}
         self._lent: torch.Tensor | None = None
+        self._lent_views: list[torch.Tensor] = []
         waits = type("_Landing", (_Landing,), {"__slots__": (), "_wait": WeakMethod(self, StateOnHost._wait)})
         self._guard = Guard(waits)
 
@@ -81,37 +88,46 @@ class StateOnHost(StateStorage):
     def lend(self, states: States, regions: Regions) -> None:
         if self._held:
             self._give_back()
+            self._is_seen = self._is_seen_by_others()
             self._lent = self._bytes.fetched()
-            for holder, key, tensor, start in self._held:
+            self._lent_views = self._block.views_of(self._lent)
+            for (holder, key, tensor), view in zip(self._held, self._lent_views):
                 if _get(holder, key) is tensor:
-                    holder[key] = _view(self._lent, start, tensor)
+                    holder[key] = view
             self._held = []
         self._to_device(states)
         self._inner.lend(states, regions)
 
     def store(self, states: States, regions: Regions) -> None:
         self._inner.store(states, regions)
-        moved = list(_tensors_of([*states.values(), *self._blocks()], self._bucket.device))
-        self._left = {id(tensor): tensor for _, _, tensor in _tensors_of(list(states.values()), _HOST)}
-        forms = [(tensor.dtype, tensor.shape) for _, _, tensor in moved]
-        starts, nbytes = _starts(tensor for _, _, tensor in moved)
-        lent = self._lent
-        if lent is None or forms != self._forms:
-            lent = self._bytes.new_flat(nbytes)
-        for (_, _, tensor), start in zip(moved, starts):
-            view = _view(lent, start, tensor)
-            # Copy if the optimizer has made or replaced the tensor. All others already have their values in place.
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor)
+        moved, self._left = self._found_in(states)
+        lent, tensors = self._lent, [tensor for _, _, tensor in moved]
+        # In most steps the optimizer has changed the values only.
+        if lent is None or not (len(tensors) == len(self._lent_views) and all(map(is_, tensors, self._lent_views))):
+            block = _Block(tensors)
+            if lent is None or block != self._block:
+                lent, self._block = self._bytes.new_flat(block.nbytes), block
+            for tensor, view in zip(tensors, block.views_of(lent)):
+                # Copy if the optimizer has made or replaced the tensor. All others already have their values in place.
+                if tensor.data_ptr() != view.data_ptr():
+                    view.copy_(tensor)
         if lent is self._lent:
             self._lent = None
+        self._lent_views = []
         self._give_back()
+        before = self._bytes.host
         self._bytes.start_store(lent)
-        self._forms = forms
-        for (holder, key, tensor), start in zip(moved, starts):
-            holder[key] = on_host = _view(self._bytes.host, start, tensor)
-            self._held.append((holder, key, on_host, start))
-        self._guard.guard([tensor for _, _, tensor, _ in self._held])
+        is_new = self._bytes.host is not before or len(self._views) != len(moved)
+        if is_new or not self._block.has(self._views):
+            is_new, self._views = True, self._block.views_of(self._bytes.host)
+        self._held = [(holder, key, view) for (holder, key, _), view in zip(moved, self._views)]
+        for holder, key, view in self._held:
+            holder[key] = view
+        if is_new:
+            self._references = self._count_references()
+        self._guard.guard(self._views)
+        if self._is_seen:
+            self._wait()
 
     def values(self, row: Row, name: str, value: Any) -> Any:
         return self._inner.values(row, name, value)
@@ -122,7 +138,7 @@ class StateOnHost(StateStorage):
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         # Otherwise the state of all buckets would be on the device together until the next step.
         state = with_each(state, self._on_host)
-        for holder, key, tensor in list(_tensors_of(self._blocks(), self._bucket.device)):
+        for holder, key, tensor in list(_tensors_of(self._blocks())):
             holder[key] = self._on_host(tensor)
         return self._inner.put(row, state)
 
@@ -137,9 +153,36 @@ class StateOnHost(StateStorage):
         self._inner.close(states)
 
     def _to_device(self, states: States) -> None:
-        for holder, key, tensor in list(_tensors_of([*states.values(), *self._blocks()], _HOST)):
-            if id(tensor) not in self._left:
+        for holder, key, tensor in list(_tensors_of([*states.values(), *self._blocks()])):
+            if tensor.is_cpu and _has_values(tensor) and id(tensor) not in self._left:
                 holder[key] = tensor.to(self._bucket.device)
+
+    def _found_in(self, states: States) -> tuple[list[tuple[Any, Any, torch.Tensor]], dict[int, torch.Tensor]]:
+        """Returns (dict or list, key, tensor) of all tensors on the device, and the optimizer's tensors on the host."""
+        moved, left, lent = [], {}, set(map(id, self._lent_views))
+        for holder in (states.values(), self._blocks()):
+            for found in _tensors_of(list(holder)):
+                tensor = found[2]
+                if id(tensor) in lent or _moves(tensor, self._bucket.device):
+                    moved.append(found)
+                elif tensor.is_cpu and _has_values(tensor):
+                    left[id(tensor)] = tensor
+        return moved, left
+
+    def _count_references(self) -> list[int]:
+        """Counts references to the views, to the memory of the views, and to the Python object of the memory."""
+        memory = self._bytes.host.untyped_storage()
+        return [*map(getrefcount, self._views), torch._C._storage_Use_Count(memory._cdata), getrefcount(memory)]
+
+    def _is_seen_by_others(self) -> bool:
+        """Whether a script may have a view of the state in host memory.
+
+        Such a view, or an array of NumPy's, reads the memory without `_Landing`, so the next copy there must end at once.
+        """
+        # A tensor that a script has replaced has one reference less, which may hide one of the script's.
+        if any(_get(holder, key) is not tensor for holder, key, tensor in self._held):
+            return True
+        return any(map(gt, self._count_references(), self._references))
 
     def _give_back(self) -> None:
         """Frees the copy on the device of a step that failed, or that has left other tensors."""
@@ -155,7 +198,7 @@ class StateOnHost(StateStorage):
 
     def _wait(self) -> None:
         self._bytes.wait()
-        self._guard.unguard([tensor for _, _, tensor, _ in self._held])
+        self._guard.unguard(self._views)
 
 
 def _get(holder: Any, key: Any) -> Any:
@@ -164,36 +207,64 @@ def _get(holder: Any, key: Any) -> Any:
     return holder[key] if key < len(holder) else None
 
 
-def _tensors_of(holder: Any, device: torch.device) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Yields (dict or list, key, tensor) of all tensors on `device` with several elements in dicts and lists, in order."""
+def _tensors_of(holder: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yields (dict or list, key, tensor) of all tensors in dicts and lists, in order."""
     for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
-        if isinstance(value, dict | list):
-            yield from _tensors_of(value, device)
-        elif _moves(value, device):
+        # The layout of a subclass is not known.
+        if type(value) is torch.Tensor:
             yield holder, key, value
+        elif isinstance(value, dict | list):
+            yield from _tensors_of(value)
 
 
 def _moves(value: Any, device: torch.device) -> bool:
-    # A placeholder of moments in blocks has several elements and the memory of one. The layout of a subclass is not known.
-    return (
-        type(value) is torch.Tensor
-        and value.device == device
-        and value.numel() > 1
-        and value.untyped_storage().nbytes() >= value.nbytes
-    )
+    return type(value) is torch.Tensor and value.device == device and _has_values(value)
 
 
-def _starts(tensors: Iterator[torch.Tensor]) -> tuple[list[int], int]:
-    """Returns the first byte of each tensor in a block of all of them, and the bytes of the block."""
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return starts, end
+def _has_values(tensor: torch.Tensor) -> bool:
+    # A placeholder of moments in blocks has several elements and the memory of one.
+    return tensor.numel() > 1 and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
-def _view(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
+class _Block:
+    """The layout of tensors in one block of memory.
+
+    Attributes:
+        nbytes: the bytes of the block.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._dtypes = set(map(itemgetter(0), self._forms))
+        # Arguments of `as_strided` for each tensor: one call instead of three, for several hundred tensors in each step.
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        self.nbytes = 0
+        for tensor in tensors:
+            self._places.append((tensor.shape, _dense_strides(tensor.shape), self.nbytes // tensor.itemsize))
+            self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Block) and self._forms == other._forms
+
+    __hash__ = None  # type: ignore[assignment]  # equal blocks are different objects
+
+    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the dtypes and shapes of `tensors` equal the ones of the block, in order."""
+        with look_only():
+            return self._forms == [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors as views of a block (uint8)."""
+        flats = {dtype: flat.view(dtype) for dtype in self._dtypes}
+        return [flats[dtype].as_strided(*place) for (dtype, _), place in zip(self._forms, self._places)]
+
+
+def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 class MasterOnHost(MasterStorage):

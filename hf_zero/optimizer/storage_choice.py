@@ -12,6 +12,7 @@ from ..offload.files import Kind, StoredShard
 from ..offload.state_files import StateFiles
 from ..offload.tiers import Tier
 from .bucket_state import BucketState, MasterStorage, Placeholders, StateStorage
+from .copied_master import CopiedMaster
 from .moments_in_blocks import PackedMoments, StateInBlocks, codes_of_groups
 from .rounded_master import RoundedMaster
 from .state_in_files import MasterInFile, MomentsInFile, StateInFile, kinds_in_blocks
@@ -68,17 +69,19 @@ class StorageChoice:
     ) -> BucketState:
         kinds = _kinds_in_file(bucket, optimizer, moments) if files.holds_state else []
         # If the files only belong to parameters, a master is only in a file if its dtype is the parameters' own.
-        has_master = bucket.precision.has_master and (files.holds_state or not bucket.precision.rounds)
-        masters = [Kind(MASTER, bucket.precision.master, bucket.layout.shard_numel)] if has_master else []
+        precision = bucket.precision
+        has_master = precision.has_master and not precision.is_copied and (files.holds_state or not precision.rounds)
+        masters = [Kind(MASTER, precision.master, bucket.layout.shard_numel)] if has_master else []
+        in_memory = CopiedMaster(bucket, self.placeholders) if precision.is_copied else MasterStorage(bucket)
         if not (masters or kinds):
-            return BucketState(bucket, optimizer, MasterStorage(bucket), _in_memory(moments))
+            return BucketState(bucket, optimizer, in_memory, _in_memory(moments))
         if masters and any(kind.name == MASTER for kind in kinds):
             raise ValueError(
                 f"hf_zero: {type(optimizer).__name__} keeps state that it calls {MASTER!r}, and so are the fp32 copies of "
                 "parameters called in files. Give it another name, or use `offload.optimizer: cpu`."
             )
         shard = files.store(bucket.name, [*masters, *kinds])
-        master = MasterInFile(bucket, shard, self.placeholders) if has_master else MasterStorage(bucket)
+        master = MasterInFile(bucket, shard, self.placeholders) if has_master else in_memory
         state = self._state_in(shard, bucket, kinds, moments) if kinds else _in_memory(moments)
         return BucketState(bucket, optimizer, master, state, shard)
 

@@ -178,7 +178,9 @@ def _lay_out(
             place = places.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
             apart = place.masters_apart
             adds = groups.backend == "gloo" and device.type == "cpu" and groups.shard_size > 1
-            precision = precision_of(config, key, adds_in_master=adds, apart=apart)
+            # Parameters rounded to blocks keep their masters.
+            copies = place.copies_masters and (part.sharded or config.comm.weights == "none")
+            precision = precision_of(config, key, adds_in_master=adds, apart=apart, copies=copies)
             tried = (key.optimizer, key.group, precision.master)
             if tried not in state_of:
                 state_of[tried] = _state_of(optimizers, *tried)
@@ -276,6 +278,7 @@ class _Place:
     is_apart: bool
     visits: bool
     masters_apart: bool
+    copies_masters: bool
     state_in_files: bool
     parameters_in_files: bool
     parameters_are_masters: bool
@@ -305,6 +308,7 @@ class _Places:
             is_apart=is_apart,
             visits=visits,
             masters_apart=params[offload.params] if sharded else is_apart,
+            copies_masters=in_files and not (sharded and offload.moves_params),
             state_in_files=in_files,
             parameters_in_files=sharded and offload.params == "nvme",
             parameters_are_masters=sharded and offload.params == "nvme" and moves,

@@ -22,6 +22,7 @@ from hf_zero.offload.device_window import WINDOW, DeviceWindow, HostBytes
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.host_tiers import HostTier, WindowTier
 from hf_zero.optimizer.bucket_steps import BucketStep
+from hf_zero.optimizer.state_on_host import StateOnHost
 from hf_zero.planner.layouts import lay_out, ranks_without_a_group
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
@@ -161,6 +162,59 @@ def test_every_reader_of_state_waits_until_it_is_back_in_host_memory(rank, world
         assert type(found) is torch.Tensor and torch.equal(found, expected), name
         engine.close()
     assert compiled.hazards() == []
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the tensor": lambda value: value,
+    "a part": lambda value: value.view(-1)[:],
+    "detached": lambda value: value.detach(),
+    "numpy": lambda value: value.numpy(),
+    "dlpack": torch.from_dlpack,
+    "its storage": lambda value: value.untyped_storage(),
+}
+
+
+@on_ranks(1)
+def test_views_of_state_from_before_a_step_have_the_values_after_it(rank, world_size, library):
+    compiled = standin_device.register(library)
+    model, optimizers, engine = built({})
+    for seed in range(2):
+        step(model, optimizers, engine, seed)
+    expected = optimizers[0].state[model.transformer.ln_f.weight]["exp_avg"].cpu()
+    engine.close()
+    for name, make in VIEWS.items():
+        model, optimizers, engine = built({"offload": HOST})
+        step(model, optimizers, engine, 0)
+        moment = optimizers[0].state[model.transformer.ln_f.weight]["exp_avg"]
+        start, view = moment.storage_offset(), make(moment)
+        del moment
+        step(model, optimizers, engine, 1)
+        if isinstance(view, torch.UntypedStorage):
+            view = torch.empty(0).set_(view, start, expected.shape)
+        found = torch.as_tensor(view).view(expected.shape)
+        assert torch.equal(found, expected), name
+        engine.close()
+    assert compiled.hazards() == []
+
+
+@on_ranks(1)
+def test_a_step_waits_only_if_a_script_has_views_of_state(rank, world_size, library):
+    standin_device.register(library)
+    model, optimizers, engine = built({"offload": HOST})
+    step(model, optimizers, engine, 0)
+    moment, waits = optimizers[0].state[model.transformer.ln_f.weight]["exp_avg"], []
+    with mock.patch.object(StateOnHost, "_wait", lambda self: waits.append(self)):
+        del moment
+        step(model, optimizers, engine, 1)
+        assert not waits
+        kept = [state["exp_avg"] for state in optimizers[0].state.values()]
+        step(model, optimizers, engine, 2)
+        assert len(waits) == len(engine.buckets)
+        del kept
+        waits.clear()
+        step(model, optimizers, engine, 3)
+        assert not waits
+    engine.close()
 
 
 @on_ranks(1)
