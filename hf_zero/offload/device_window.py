@@ -119,7 +119,7 @@ class DeviceWindow:
         return self._window_bytes + nbytes <= self._limit_bytes
 
     def renew_limit(self) -> None:
-        """Notes that a part of a bucket's state has another size."""
+        """Notes a new size of a part of a bucket's state."""
         self._limit_bytes = None
 
     def _is_free(self, nbytes: int) -> bool:

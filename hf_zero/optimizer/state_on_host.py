@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 
 
 class _Landing(Guarded):
-    """The class of state that is copied to host memory: a reader waits for the end of the copy."""
+    """The class of state during its copy to host memory: a reader waits for the end of the copy."""
 
     __slots__ = ()
 
@@ -185,7 +185,7 @@ class StateOnHost(StateStorage):
         return any(map(gt, self._count_references(), self._references))
 
     def _give_back(self) -> None:
-        """Frees the copy on the device of a step that failed, or that has left other tensors."""
+        """Frees the copy on the device after a failed step, or if the step has left other tensors."""
         if self._lent is not None:
             self._bytes.give_back(self._lent)
             self._lent = None
