@@ -78,6 +78,13 @@ SEAMS = (
         test="test_device_window.py::test_views_of_state_from_before_a_step_have_the_values_after_it",
     ),
     Seam(
+        owner="torch:UntypedStorage",
+        names=("_cdata",),
+        where=("optimizer/state_on_host",),
+        why="The address of a memory, by which its references are counted.",
+        test="test_device_window.py::test_views_of_state_from_before_a_step_have_the_values_after_it",
+    ),
+    Seam(
         owner="torch._C._dynamo:eval_frame",
         names=(
             "get_eval_frame_callback",
