@@ -54,8 +54,22 @@ class Record:
             self.unnamed = state
 
 
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+"""Name → value of DeepSpeed's `ZeroStageEnum`."""
+
+
+def _member(enumeration: object, name: object) -> int:
+    """Replaces `getattr`, by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the ones replaced by `int`."""
+    if enumeration is not int or not isinstance(name, str):
+        raise pickle.UnpicklingError("it reads an attribute of something else than an enumeration")
+    # Other enumerations only tell memory formats, which are not read.
+    return _STAGES.get(name, 0)
+
+
+_GETATTR = "builtins", "getattr"
 _OF_DEEPSPEED = (
     # (replacement, full name in the file)
+    (_member, ".".join(_GETATTR)),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -126,6 +140,7 @@ _OF_DCP: dict[tuple[str, str], Callable[..., Any]] = {
     ("pathlib._local", "PosixPath"): _joined,
     ("pathlib._local", "WindowsPath"): _joined,
     ("collections", "OrderedDict"): _no_items,
+    _GETATTR: _member,
 }
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

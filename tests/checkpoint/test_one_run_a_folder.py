@@ -82,7 +82,7 @@ def copied(folder: Path, to: Path) -> None:
 
 
 def hashed(folder: Path, to: Path) -> None:
-    hashes_of(folder / LOCK_NAME, [0])
+    hashes_of(folder / LOCK_NAME, [0], 1 << 18)
 
 
 def left_by_a_forked_child(folder: Path, to: Path) -> None:

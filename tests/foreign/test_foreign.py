@@ -3,9 +3,12 @@
 import itertools
 import json
 import os
+import pickle
 import shutil
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePosixPath
 
+import deepspeed_folder
 import pytest
 import torch
 from cells import examples, slow
@@ -16,9 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import SUPPORT
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from hf_zero import gathered
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.foreign import pickles
 from hf_zero.foreign.convert import load_foreign_weights, open_foreign, open_saved_by_others
 from hf_zero.foreign.pickles import load_deepspeed_file
 from hf_zero.integrations.state_io import load_state
@@ -145,6 +150,30 @@ def edited(path: Path, change) -> None:
     change(content)
     torch.save(content, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
+
+
+def by_name(member: Enum, _protocol: int) -> tuple:
+    return getattr, (type(member), member.name)
+
+
+def test_members_of_enumerations_are_read_as_early_releases_of_python_3_11_write_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(deepspeed_folder.ZeroStageEnum, "__reduce_ex__", by_name)
+    weights = {"weight": torch.ones(4)}
+    whole = WholeState(
+        weights, [({"lr": 0.1}, ["weight"])], {"weight": {"step": torch.ones(()), "exp_avg": torch.zeros(4)}}
+    )
+    write_deepspeed(tmp_path, whole, stage=2, world_size=1)
+    assert load_deepspeed_file(optimizer_file(tmp_path, 0))["optimizer_state_dict"]["zero_stage"] == 2
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    properties = pickles._plain_values(pickle.dumps(TensorProperties(), protocol=4))
+    assert torch.float32 in properties.unnamed
+    with pytest.raises(pickle.UnpicklingError, match="something else than an enumeration"):
+        pickles._plain_values(pickle.dumps(Home(), protocol=4))
+
+
+class Home:
+    def __reduce__(self) -> tuple:
+        return getattr, (PurePosixPath, "cwd")
 
 
 def test_a_missing_rank_file_is_named(stage3):

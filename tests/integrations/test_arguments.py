@@ -83,7 +83,9 @@ def test_the_flag_is_parsed_saved_and_pickled(kind, tmp_path):
     torch.save(arguments, saved)
     # Trainer writes whole objects. Those of its own, of accelerate and of ours are all that the file asks for.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(saved)
-    assert {name.partition(".")[0] for name in names} <= {"accelerate", "hf_zero", "transformers", "torch", __name__}
+    # Python 3.11.0 to 3.11.3 writes a member of an enumeration with `getattr`.
+    others = {name.partition(".")[0] for name in names if name != "builtins.getattr"}
+    assert others <= {"accelerate", "hf_zero", "transformers", "torch", __name__}
     with torch.serialization.safe_globals([kind, *map(pydoc.locate, names)]):
         loaded = torch.load(saved, weights_only=True)
     for again in (pickle.loads(pickle.dumps(arguments)), copy.deepcopy(arguments), loaded):

@@ -130,7 +130,7 @@ class Strike:
 
         def entering(step: TrainingStep, state: TrainingState) -> None:
             enter(step, state)
-            self._look(state.name.lower(), step._log.step)
+            self._look(state.name.lower(), step.log.step)
 
         def planning(*args, **kwargs):
             self._look("save", self._trial.step)
@@ -166,7 +166,7 @@ class FakeTime:
 
         def entering(step: TrainingStep, state: TrainingState) -> None:
             enter(step, state)
-            self._go_on(trial, self.phase_s(step._log.step, state.name))
+            self._go_on(trial, self.phase_s(step.log.step, state.name))
 
         def sealing(*args, **kwargs) -> None:
             self._go_on(trial, trial.cost_s)
