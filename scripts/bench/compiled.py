@@ -310,7 +310,9 @@ def _trained(rank: int, cell: Cell, stage: int | None, folder: str) -> Outcome:
         model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **targets))
     if cell.addition == "checkpointing":
         # The old name of the setting, which all supported releases of transformers know.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The name since transformers 5.24, and the one before.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     settings: dict[str, Any] = {"stage": stage}
     if stage == 3:
         # Make each layer a unit, however small.
