@@ -309,7 +309,6 @@ def _trained(rank: int, cell: Cell, stage: int | None, folder: str) -> Outcome:
         targets = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
         model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **targets))
     if cell.addition == "checkpointing":
-        # The old name of the setting, which all supported releases of transformers know.
         # The name since transformers 5.24, and the one before.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
