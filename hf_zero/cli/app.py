@@ -103,30 +103,29 @@ def _explain_option(error: Any, command: Any, ctx: Any) -> None:
     error.possibilities = [meant] if meant in options else [f"--{each}" for each in near]
 
 
-class _Command(TyperCommand):
+class _Explained:
+    """Explains unknown options, for commands and groups of commands."""
+
     def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_type(super().get_params(ctx))
+        command: Any = super()
+        return _flags_without_type(command.get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        command: Any = super()
         try:
-            return super().parse_args(ctx, args)
+            return command.parse_args(ctx, args)
         except Exception as error:
             if hasattr(error, "possibilities"):
                 _explain_option(error, self, ctx)
             raise
 
 
-class _Commands(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_type(super().get_params(ctx))
+class _Command(_Explained, TyperCommand):
+    """A command."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            if hasattr(error, "possibilities"):
-                _explain_option(error, self, ctx)
-            raise
+
+class _Commands(_Explained, TyperGroup):
+    """The commands of `hf-zero`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:

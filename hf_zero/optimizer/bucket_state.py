@@ -1,7 +1,7 @@
 """A bucket's master and optimizer state: fetched for a step, and stored afterwards."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -93,8 +93,15 @@ class MasterStorage:
         If the master stays in memory, the parameters are written after the whole step. Stepped rows still have their gradients.
         """
 
-    def fetched_master(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def fetched_master(self) -> Iterator[None]:
         """Opens a context in which the master may be read and written."""
+        # Inside another of these contexts, the master is already in memory. A second fetch would drop its edits.
+        with self._in_memory() if self._bucket.is_away else nullcontext():
+            yield
+
+    def _in_memory(self) -> AbstractContextManager[None]:
+        """Opens a context with an offloaded master in memory, and stores the caller's edits at the end."""
         return nullcontext()
 
     @torch.no_grad()

@@ -39,11 +39,7 @@ class CopiedMaster(MasterStorage):
         self._bucket.store(self._absent)
 
     @contextmanager
-    def fetched_master(self) -> Iterator[None]:
-        # Inside another of these contexts, the master is already in memory. A second fetch would drop its edits.
-        if not self._bucket.is_away:
-            yield
-            return
+    def _in_memory(self) -> Iterator[None]:
         self._bucket.fetch(self._bucket.own.to("cpu", copy=True))
         # A caller may edit the master, the parameters or both. Unedited masters must not undo edits of the parameters.
         before = self._bucket.master._version

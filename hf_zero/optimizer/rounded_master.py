@@ -61,11 +61,7 @@ class RoundedMaster(MasterStorage):
         self._bucket.store(self._absent)
 
     @contextmanager
-    def fetched_master(self) -> Iterator[None]:
-        # Inside another of these contexts, the master is already in memory. A second fetch would drop its edits.
-        if not self._bucket.is_away:
-            yield
-            return
+    def _in_memory(self) -> Iterator[None]:
         # Edits are written to the parameter itself, with which the next step begins.
         self._bucket.fetch(self._bucket.own.to(self._bucket.precision.master))
         try:

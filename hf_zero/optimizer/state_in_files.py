@@ -55,10 +55,7 @@ class MasterInFile(MasterStorage):
         self._bucket.store(self._absent)
 
     @contextmanager
-    def fetched_master(self) -> Iterator[None]:
-        if not self._bucket.is_away:
-            yield
-            return
+    def _in_memory(self) -> Iterator[None]:
         buffer = allocate(self._shard.region_bytes(MASTER), torch.uint8, _HOST)
         self._bucket.fetch(self._shard.read_region(MASTER, buffer))
         try:

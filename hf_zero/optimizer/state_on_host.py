@@ -297,10 +297,7 @@ class MasterOnHost(MasterStorage):
         self._leave()
 
     @contextmanager
-    def fetched_master(self) -> Iterator[None]:
-        if not self._bucket.is_away:
-            yield
-            return
+    def _in_memory(self) -> Iterator[None]:
         self._bucket.fetch(self._bytes.fetched().view(self._bucket.precision.master))
         try:
             yield

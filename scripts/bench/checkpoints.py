@@ -466,7 +466,7 @@ def show_exchanges() -> None:
     """Prints the bytes that a rank receives in the exchanges of a save with Trainer, without the 1 KiB of each message."""
     name, folder = "0" * 32, "outputs/run"
     exchanges: dict[str, Callable[[int, int], tuple[object, object]]] = {
-        # What a rank sent before, and what it sends now.
+        # Returns the value that a rank sent before, and the value that it sends now.
         "save ID, output_dir": lambda rank, ranks: ((f"{rank:032}", folder), (None if rank else name, folder)),
         "is the former save finished": lambda rank, ranks: (True, True),
         "may the save be asynchronous": lambda rank, ranks: (False, False),

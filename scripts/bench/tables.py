@@ -512,7 +512,7 @@ PANELS: dict[str, Callable[[Record], float | None]] = {
 """A panel's heading → its figure of an engine's row."""
 
 _FONTS = ["DejaVu Sans", "Verdana", "sans-serif"]
-"""The first is the one that matplotlib measures; the letters of the second are as wide."""
+"""Fonts of texts in figures. matplotlib measures texts in DejaVu Sans, and letters of Verdana have the same width."""
 _ON_DARK = """<style>@media (prefers-color-scheme: dark) {
 [fill='#ffffff'] { fill: #1e2129 } text { fill: #e8eaed }
 [stroke='#000000'] { stroke: #9aa0a6 } [stroke='#cccccc'] { stroke: #5f6368 }

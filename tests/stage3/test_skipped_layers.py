@@ -414,7 +414,7 @@ def runs_different_numbers_of_forwards(
                 for _ in range(by_rank[rank] - forwards):
                     model(**batch)
             if settings is not None and by_rank == [2, 2]:
-                # No rank starts reductions in a forward because of what it has promised for its backward.
+                # A promise holds only after the first gather of a backward, so no reduction has started in these forwards.
                 assert engine._step.gradients.starts.started == 0
             loss.backward()
             optimizer.step()

@@ -78,7 +78,7 @@ def train_under_name(rank: int, world_size: int, library: Path, folder: str, nam
     return found
 
 
-# torch refuses the names of its own devices, `cuda` and `xpu`.
+# `cuda` and `xpu` are missing because torch lets no other device have the names of its own devices.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["npu", "hpu", "mlu", "musa"])
 def test_a_device_with_the_name_of_each_kind_trains_as_a_plain_loop(name, library, tmp_path):

@@ -93,7 +93,7 @@ MOVED = {
         "            return int(self[key])\n\n"
         "        def check(self, keys):\n"
     ),
-    # scale_manifest: the bytes that are written and read today, with the rows of all ranks.
+    # scale_manifest: instead of adding up the old format, write manifests with the shards of all ranks, and read them back.
     "from hf_zero.checkpoint import manifest, writer": (
         f"import sys\n\nsys.path.insert(0, {str(ROOT / 'scripts/bench')!r})\n"
         "from checkpoints import manifest_bytes\nfrom hf_zero.checkpoint import manifest"
