@@ -6,7 +6,8 @@
 
 Two gloo ranks train tiny models of transformers in fp32. Each cell is one family, one way of compiling, one backend and at most
 one addition such as LoRA. A cell trains under DDP first and then at each stage, in the same processes. A file that exists keeps
-the rows that a run does not measure again.
+the rows that a run does not measure again, and each row has its commit. `--missing` continues an interrupted run: it measures the
+cells without rows of the present commit.
 
 Reported for each stage: the largest difference of a loss to DDP; graph breaks whose stack is inside a layer, in excess of DDP's;
 graphs with a line of hf_zero; graphs that are compiled after the second step; and the process time of a step in proportion to
@@ -18,6 +19,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
 import sys
 import tempfile
 import time
@@ -41,7 +43,7 @@ STEPS = 30
 WARM_STEPS = 2
 """Steps in which graphs may be compiled: the second has shapes and state that the first one did not have."""
 _VOCABULARY, _LENGTH, _WIDTH, _ROWS = 60, 16, 32, 2
-_LIMIT_S = 900  # limit for one start of ranks, on a machine with other work
+_LIMIT_S = 3600  # limit for one start of ranks, on a machine with other work
 _PACKAGE = str(Path(hf_zero.__file__).parent)
 
 Batch = dict[str, torch.Tensor]
@@ -476,6 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
         backends=(backends, None, backends),
         additions=(["none", *ADDITIONS], None, ["none", *ADDITIONS]),
         stages=([0, 1, 2, 3], None),
+        missing=(False, "skip cells whose rows in the file have the present commit and no error"),
     )
     path = options.json or ROOT / "outputs" / "bench" / "compiled.json"
     # Otherwise each rank of each cell imports these for seconds.
@@ -486,17 +489,25 @@ def main(arguments: list[str] | None = None) -> int:
         is_wanted = cell.family in options.families and cell.way in options.ways and cell.backend in options.backends
         if not is_wanted or (cell.addition or "none") not in options.additions:
             continue
+        run = describe_run(options)
+        if options.missing and _is_measured(path, cell, options.stages, run["commit"]):
+            continue
         began_s = time.monotonic()
-        rows = measure(cell, options.stages)
+        rows = [{**row, "commit": run["commit"]} for row in measure(cell, options.stages)]
         failed |= any(row["error"] for row in rows)
         for row in rows:
-            print(*cell, row["stage"], row["error"] or {name: row[name] for name in list(row)[5:-1]}, sep="  ")
+            print(*cell, row["stage"], row["error"] or {name: row[name] for name in list(row)[5:-2]}, sep="  ")
         print(f"{time.monotonic() - began_s:.0f} s", flush=True)
-        record = _with_rows(path, describe_run(options), rows)
         # Write after each cell, so a killed run keeps the earlier ones.
-        write_record(path, record)
+        write_record(path, _with_rows(path, run | {"load_after": os.getloadavg()[0]}, rows))
     print(report_of(json.loads(path.read_text())))
     return int(failed)
+
+
+def _is_measured(path: Path, cell: Cell, stages: list[int], commit: str) -> bool:
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = [row for row in kept if tuple(row[name] for name in Cell._fields) == cell and row.get("commit") == commit]
+    return {str(stage) for stage in stages} <= {row["stage"] for row in found if not row["error"]}
 
 
 def _with_rows(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
