@@ -18,9 +18,9 @@ from ..device import free_bytes
 from ..engine.report_tables import mib
 from ..optimizer.replicas import checksums
 from ..optimizer.storage import OptimizerStorage
+from .edits import Marks, moved
 from .transforms import TRANSFORMED
 from .unit import Unit
-from .unseen_edits import is_cast
 from .unsharding import Unsharding
 
 # ---- Backward nodes with saved whole parameters: the parameters are gathered again when such a node runs ----
@@ -78,29 +78,22 @@ class _Record:
     """The state of parameters at the start of `gathered`, to detect and undo edits without writeback."""
 
     def __init__(self):
-        self._versions: dict[ParameterSlot, int] = {}
-        self._moved: set[ParameterSlot] = set()
-        self._units: set[Unit] = set()
+        self._marks: dict[Unit, Marks] = {}
         self._shards: dict[Bucket, torch.Tensor | None] = {}
 
-    def take(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            self._units.add(unit)
-            self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
-            # Data moved before the context began does not count as an edit in this context.
-            self._moved.difference_update(unit.slots)
-            self._moved.update(moved_slots(unit.slots))
-            self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
+    def take(self, unit: Unit) -> None:
+        self._marks[unit] = Marks(unit.slots)
+        self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
         """Records the unit's present state, after its edits have been kept."""
-        if unit.slots and unit.slots[0] in self._versions:
-            self.take([unit])
+        if unit in self._marks:
+            self.take(unit)
 
     def refuse_edits(self) -> None:
         """Raises RuntimeError for an edit without writeback."""
-        for slot in self._versions:
-            if self._is_edited(slot):
+        for marks in self._marks.values():
+            for slot in marks.edited():
                 raise RuntimeError(
                     f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
                     "hf_zero.gathered(..., writeback=True)."
@@ -108,9 +101,9 @@ class _Record:
 
     def restore(self) -> None:
         """Undoes edits without writeback."""
-        for unit in self._units:
-            edited = [slot for slot in unit.slots if self._is_edited(slot)]
-            for slot in moved_slots(edited):
+        for unit, marks in self._marks.items():
+            edited = marks.edited()
+            for slot in moved(edited):
                 unit.set_data(slot)
             if edited:
                 # Otherwise the next reshard would treat the refused edit as a forward's edit, and keep the values.
@@ -120,17 +113,6 @@ class _Record:
             if shard is not None:
                 bucket.own.copy_(shard)
 
-    def _is_edited(self, slot: ParameterSlot) -> bool:
-        is_moved = slot not in self._moved and any(moved_slots([slot])) and not is_cast(slot)
-        return is_moved or slot.parameter._version != self._versions[slot]
-
-
-def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
-    """Returns the slots whose parameter has new data from a script (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
-    # An evaluation in a different dtype gives whole parameters separate memory.
-    in_buckets = (slot for slot in slots if getattr(slot.bucket.memory, "read_as", None) is None)
-    return [slot for slot in in_buckets if not slot.bucket.is_exact_view(slot)]
-
 
 def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
     """Copies new data of parameters into their buckets, and makes the parameters views of the buckets again. Collective.
@@ -138,17 +120,17 @@ def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
     Raises:
         RuntimeError: on all ranks, if the new data of any rank has a different shape or dtype.
     """
-    moved = moved_slots(slots)
-    faults = (_unlike(slot) for slot in moved if not _is_alike(slot))
+    given = moved(slots)
+    faults = (_unlike(slot) for slot in given if not _is_alike(slot))
     # Agree before raising. Otherwise a wrong shape on one rank would leave the others waiting in the broadcast.
     fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
     if fault is not None:
         raise RuntimeError(fault)
     # Clone all before writing. A script may have exchanged the data of two parameters, so the first write would destroy the
     # second one's data.
-    values = [slot.parameter.detach().clone() for slot in moved]
+    values = [slot.parameter.detach().clone() for slot in given]
     with torch.no_grad():
-        for slot, value in zip(moved, values):
+        for slot, value in zip(given, values):
             slot.bucket.memory.set_data(slot.parameter, slot.view)
             slot.parameter.copy_(value)
 
@@ -316,7 +298,8 @@ class GatheredParameters:
         self._open.append(record)
         try:
             self._schedule.unshard(units)
-            record.take(units)
+            for unit in units:
+                record.take(unit)
             self.watching += (watches := bool(units) and torch.is_grad_enabled())
             try:
                 with gathered_again(units, self._schedule):

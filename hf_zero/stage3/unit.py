@@ -15,8 +15,8 @@ from ..buckets.sharded_parameter import hidden_classes
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
 from ..step.gathers import Gather
+from .edits import UnseenEdits, edit_while_sharded, rounded_edit, written
 from .forms import Forms
-from .unseen_edits import UnseenEdits, rounded_edit
 
 _VERSION = attrgetter("_version")
 
@@ -128,7 +128,7 @@ class Unit:
         self.is_unsharding = False
         self.forms.show(is_usual=self._is_usual)
         if self.unseen.watches:
-            self.unseen.begin(self.buckets)
+            self.unseen.begin(self.memories)
 
     def reshard(self, *, keeps: bool = False) -> None:
         """UNSHARDED → SHARDED: copies a forward's edits into the shard, then frees everything but the shard.
@@ -145,7 +145,7 @@ class Unit:
             # Copies all values into the shard, including uncounted edits. No edit is lost then.
             self._take_in_edits()
         elif self.unseen.watches:
-            self.unseen.refuse(self.buckets)
+            self.unseen.refuse(self.slots)
         self.is_sharded = True
         del self.not_sharded[self]
         if keeps:
@@ -220,31 +220,20 @@ class Unit:
         return starts
 
     def _take_in_edits(self) -> None:
-        before = dict(zip(self._parameters, self._versions))
-        for bucket, memory in self.memories.items():
-            if not cast(Gather, self.gather).takes_edits or memory.is_rounded:
-                for slot in bucket.slots:
-                    if slot.parameter._version != before[slot.parameter]:
-                        raise rounded_edit(slot.name)
+        for slot in written(self.slots, self._versions):
+            if not cast(Gather, self.gather).takes_edits or self.memories[slot.bucket].is_rounded:
+                raise rounded_edit(slot.name)
         self.keep_edits()
 
     def _refuse_edits(self) -> None:
         for memory in self._memories:
             if memory.was_written():
-                raise _lost_edit(next(bucket for bucket in self.buckets if bucket.memory is memory).slots[0].name)
+                raise edit_while_sharded(next(slot.name for slot in self.slots if slot.bucket.memory is memory))
         parameters = self._parameters
         with look_only():
             # Fast path, for each gather, with possible false negatives. Then fall through to the exact check.
             if list(map(_VERSION, parameters)) == self._versions and hidden_classes.issuperset(map(type, parameters)):
                 return
-            for slot, version in zip(self.slots, self._versions):
-                held = slot.bucket.memory.is_view(slot.parameter, slot.view)
-                if slot.parameter._version != version or not held:
-                    raise _lost_edit(slot.name)
-
-
-def _lost_edit(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"hf_zero: {name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all ranks inside "
-        "`with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
-    )
+            strays = (slot for slot in self.slots if not slot.bucket.holds(slot))
+            for slot in (*written(self.slots, self._versions), *strays):
+                raise edit_while_sharded(slot.name)

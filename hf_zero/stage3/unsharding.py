@@ -21,9 +21,9 @@ from ..hooks.weak import WeakMethod
 from ..step.common_starts import CommonStarts
 from ..step.gathers import Gather
 from .agreed_order import AgreedOrder
+from .edits import refuse_unseen_edits
 from .transforms import is_transformed
 from .unit import Unit
-from .unseen_edits import refuse_unseen_edits
 
 _VERSION, _PASSING_BYTES = attrgetter("_version"), attrgetter("passing_bytes")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -27,13 +28,17 @@ from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
 from hf_zero.pinned_memory import PinnedPool
 from hf_zero.presence import diagnosis
+from hf_zero.stage3 import edits
 
 SCRIPT = "script"
 """The actor of the main thread and of autograd's thread, one of which waits for the other."""
 
 # Host waits for the device which order nothing here: waits requested by a script or a model (outside of the package's functions),
 # because not every script has them; and waits of the search for unseen edits, because later steps do not search.
-NOT_RELIED_ON = re.compile(r"stage3/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
+_SEARCH = (edits.UnseenEdits.begin, edits.UnseenEdits.refuse, edits.refuse_unseen_edits)
+NOT_RELIED_ON = re.compile(
+    rf"{re.escape(Path(edits.__file__).name)}:\d+ ({'|'.join(each.__name__ for each in _SEARCH)})\b"
+)
 
 
 class Clock(dict[str, int]):
