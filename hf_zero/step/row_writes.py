@@ -85,14 +85,16 @@ class RowWrites:
         Args:
             what: the writer's name, for the collective's label.
         """
+        self._send_written([bucket.row_writes != known for bucket, known in self._known.items()], what)
+
+    def _send_written(self, is_written: Sequence[bool], what: str) -> None:
         if not self._known:
             return
-        written = torch.tensor([bucket.row_writes != known for bucket, known in self._known.items()], dtype=torch.uint8)
         # All ranks send the same buckets, because a write on only one rank must still meet a gather on the others.
         agreed = self._transport.agree_max(
-            written, Label(kind="agreement on written parameters", subject=what)
+            torch.tensor(is_written, dtype=torch.uint8), Label(kind="agreement on written parameters", subject=what)
         ).tolist()
-        buckets = [bucket for bucket, is_written in zip(self._known, agreed) if is_written]
+        buckets = [bucket for bucket, is_due in zip(self._known, agreed) if is_due]
         if buckets:
             self._parts.end_reads()
             self.renew_copies(buckets)
@@ -109,11 +111,8 @@ class RowWrites:
         # Compare values, because a hook may edit rows through `.data`, which changes no version.
         before, self._sums = self._sums, None
         now = self._sums_of_rows()
-        edited = torch.tensor([before.get(bucket) != now.get(bucket) for bucket in self._known], dtype=torch.uint8)
-        agreed = self._transport.agree_max(
-            edited, Label(kind="agreement on written parameters", subject="hooks on the optimizer's step")
-        ).tolist()
-        self.renew_copies([bucket for bucket, is_edited in zip(self._known, agreed) if is_edited])
+        is_edited = [before.get(bucket) != now.get(bucket) for bucket in self._known]
+        self._send_written(is_edited, "hooks on the optimizer's step")
 
     def _sums_of_rows(self) -> dict[Bucket, int]:
         # A bucket outside of memory has no rows for a script to edit.
