@@ -40,5 +40,5 @@ class _WithWholeOptimizers:
     def __call__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for sharded in filter(None, map(sharded_of, optimizers)):
-                stack.enter_context(sharded.as_whole())
+                stack.enter_context(sharded.row_state.as_whole())
             return self._function(model, optimizers, *args, **kwargs)

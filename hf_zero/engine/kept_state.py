@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..layout.intervals import Interval
-from ..step.sharded_optimizer import RowStates, ShardedOptimizer
+from ..optimizer.row_state import RowStates
+from ..step.sharded_optimizer import ShardedOptimizer
 from .engine import ZeroEngine
 
 # Optimizers that train one model in turn: while one optimizer waits, each rank keeps its part of the state.
@@ -35,7 +36,7 @@ def keep_state(engine: ZeroEngine) -> None:
         # Keep an entry on every rank, even without a row, because `take_up_state` is collective.
         sharded.optimizer.__dict__[_KEPT] = _Kept(
             places=sharded.places(),
-            states={} if in_files else sharded.row_states(),
+            states={} if in_files else sharded.row_state.by_parameter(),
             is_lost=in_files and bool(sharded.optimizer.state),
         )
 
@@ -58,7 +59,7 @@ def take_up_state(engine: ZeroEngine) -> None:
         if faults:
             engine.close()
             raise ValueError(_cannot_go_on(sharded, faults[0]))
-        sharded.put_row_states(kept.states)
+        sharded.row_state.put(kept.states)
 
 
 def _cannot_go_on(sharded: ShardedOptimizer, why: str) -> str:

@@ -26,8 +26,8 @@ from ..engine.split_model import read_part
 from ..engine.state import EngineState, SavedState
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
+from ..optimizer.row_state import SHARD_MARK
 from ..optimizer.trial_step import state_names
-from ..step.sharded_optimizer import SHARD_MARK
 from .group_settings import _plain, plain_settings, restore_settings, same_groups, tell_apart
 from .progress_bars import progress_bar, progress_of
 from .weight_rows import weight_rows

@@ -1,7 +1,7 @@
 """`optimizer.state` for scripts that look up the state of a whole Parameter, although each rank steps only a shard."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class StateByParameter(defaultdict[Any, State]):
         timeout_s: time limit for the other ranks.
 
     Attributes:
-        looked_up: the whole state given to the script or set by the script since `take_edits`, by parameter.
+        looked_up: the whole state given to the script or set by the script since `follow_edits`, by parameter.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class StateByParameter(defaultdict[Any, State]):
         # Copies and pickles are plain defaultdicts without an engine.
         return defaultdict, (dict,), None, None, iter(self.items())
 
-    def take_edits(self) -> Iterator[tuple[Row, State]]:
-        """Yields each row whose whole state a script may have edited, with its new state, and drops the whole state.
+    def follow_edits(self) -> None:
+        """Cuts a script's edits of whole state to this rank's rows, and drops the whole state.
 
         Raises:
             RuntimeError: the script has also edited the row's state.
@@ -142,7 +142,7 @@ class StateByParameter(defaultdict[Any, State]):
                 )
             # An edit through `.data` leaves no mark, so use the whole state unless the row's state was edited.
             if not row_is_edited and (found.state or found.row_marks):
-                yield row, self._cut(found.state, row)
+                self[row.tensor] = self._storage.put(row, self._cut(found.state, row))
 
     def _slot_of(self, key: object) -> ParameterSlot | None:
         # An optimizer's state may have keys of further kinds, some of which are not hashable.

@@ -1,62 +1,38 @@
 """Gives the user's optimizer this rank's rows, and sends a script's writes to all ranks."""
 
 import functools
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from itertools import chain, compress, repeat
 from operator import is_
 from types import FrameType
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..buckets.bucket import GRADIENT_OF, Bucket, ParameterSlot, Row
+from ..buckets.bucket import GRADIENT_OF, ParameterSlot, Row
 from ..buckets.sharded_gradient import ShardedGradient
-from ..comm.groups import Groups
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..layout.intervals import Interval
-from ..optimizer.full_state import cut_to, full_state
-from ..optimizer.nested_state import with_each
 from ..optimizer.own_step import (
     NO_ARGUMENTS,
     group_with,
-    initial_state,
     is_of_torch,
     note_arguments,
 )
 from ..optimizer.parameter_lookups import look_up_rows, look_up_whole, stand_in, take_out
+from ..optimizer.row_state import RowState
 from ..optimizer.scope import is_of_bitsandbytes, kept_by_parameter
 from ..optimizer.state_by_parameter import StateByParameter
 from ..optimizer.storage import OptimizerStorage
-from ..optimizer.trial_step import with_dimensions
 from .row_writes import RowWrites
 from .step_context import StepContext
 
 _SCALES_ITSELF = "_step_supports_amp_scaling"
 """torch's attribute of optimizers that unscale gradients and skip steps themselves, such as fused ones."""
-
-SHARD_MARK = "hf_zero_shard"
-
-RowStates = dict[nn.Parameter, dict[str, Any]]
-"""Maps a whole parameter to the state of this rank's row, with its values."""
-
-
-class _ShardMark(str):
-    """Describes the shard in a state dict, and refuses to be pickled. Copies in memory are allowed."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise ValueError(
-            f"hf_zero: optimizer.state_dict() has only the state of {self}, so its file would fit no other run. Use "
-            "accelerator.save_state or Trainer's checkpoints, or save the result of get_optimizer_state_dict(model, optimizer) "
-            "from torch.distributed.checkpoint.state_dict."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ShardMark":
-        return self
 
 
 def _with_argument(args: tuple, kwargs: dict, old: Any, new: Any) -> tuple[tuple, dict]:
@@ -86,6 +62,7 @@ class ShardedOptimizer:
 
     Attributes:
         rows: the rows of this optimizer, in order.
+        row_state: the rows' state.
         whole_groups: the parameters of each group, as given by the script.
     """
 
@@ -103,9 +80,7 @@ class ShardedOptimizer:
         timeout_s: float,
     ):
         self.optimizer = optimizer
-        self._identity = identity
         self._storage = storage
-        self._is_whole = all(row.is_parameter for row in rows.values())
         self._step = step
         self._index = index
         self._skipped_groups: list[dict[str, Any]] | None = None
@@ -119,8 +94,6 @@ class ShardedOptimizer:
             group.update(group_with(group, lambda p: p in rows or p not in slots))
             group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
         for row in self.rows:
-            # State from before the engine (of a loaded optimizer) belongs to whole parameters.
-            self._cut_state(row)
             if not row.is_parameter:
                 # Share the dict, so a step that reads attributes of parameters (`lr_scale`) also sees later changes.
                 row.tensor.__dict__ = row.slot.parameter.__dict__
@@ -129,10 +102,16 @@ class ShardedOptimizer:
             look_up_whole(optimizer, self.whole_groups, rows)
         self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         whole = [p for group in self.whole_groups for p in group if p in slots]
-        self._cut_slots = {p: slots[p] for p in whole if p not in rows or not rows[p].is_parameter}
-        self._timeout_s = timeout_s
-        self._find_by_parameter()
-        self._is_whole_now = False
+        self.row_state = RowState(
+            optimizer,
+            self.rows,
+            {p: slots[p] for p in whole if p not in rows or not rows[p].is_parameter},
+            [*zip(self.whole_groups, self._whole_names)],
+            identity=identity,
+            is_whole=all(row.is_parameter for row in rows.values()),
+            storage=storage,
+            timeout_s=timeout_s,
+        )
         self._step_frame: FrameType | None = None
         self._inner_steps = 0
         self._row_writes = row_writes
@@ -140,10 +119,6 @@ class ShardedOptimizer:
         self._hooks = [
             optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
             optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
-            optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
-            optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
-            optimizer.register_load_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_loaded_state_dict)),
-            optimizer.register_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._before_state_dict)),
             optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_hooks_ended)),
         ]
         # Run before the script's own post hooks. Their reads (an average, a projection) must see stepped parameters on all ranks,
@@ -192,84 +167,17 @@ class ShardedOptimizer:
         """Returns the elements of each whole parameter in this rank's row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 
-    @contextmanager
-    def as_whole(self) -> Iterator[None]:
-        """Inside, the optimizer has whole parameters and their whole state, as without an engine; afterwards rows again.
-
-        Collective. State loaded inside is cut to the ranks' rows. Each rank stores the whole state inside the context.
-        """
-        if self._is_whole_now or not self._cut_slots:
-            yield
-            return
-        self.follow_state_edits()
-        optimizer, rows_state = self.optimizer, self.optimizer.state
-        rows_groups = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
-        whole_state = self._gather_state()
-        self._is_whole_now = True
-        try:
-            optimizer.state = defaultdict(dict, whole_state)
-            self._name_groups([*zip(self.whole_groups, self._whole_names)])
-            yield
-        finally:
-            loaded, optimizer.state = optimizer.state, rows_state
-            self._name_groups(rows_groups)
-            self._is_whole_now = False
-        # After an error, this is not reached, so the previous state stays.
-        rows = [row for row in self.rows if row.slot.parameter in self._cut_slots]
-        for row in rows:
-            before = whole_state.get(row.slot.parameter)
-            if loaded.get(row.slot.parameter) is not before:
-                rows_state[row.tensor] = self._storage.put(row, self._cut(loaded[row.slot.parameter], row))
-
-    def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the whole state of each parameter. Before the first step, this is the state after a step without gradients."""
-        state: dict[torch.Tensor, dict[str, Any]] = {}
-        for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
-            for parameter in whole:
-                slot = self._cut_slots.get(parameter)
-                if slot is None:
-                    found = self.optimizer.state.get(parameter, {})
-                else:
-                    mine = {} if slot.row is None else self.optimizer.state.get(slot.row.tensor, {})
-                    found = full_state(slot, mine, self._storage, self._timeout_s, "the optimizer's whole state")
-                state[parameter] = found
-            if not any(state[parameter] for parameter in whole):
-                state.update(initial_state(self.optimizer, group, whole))
-        return state
-
-    def _name_groups(self, parameters: Sequence[tuple[list[Any], list[str] | None]]) -> None:
-        for group, (params, names) in zip(self.optimizer.param_groups, parameters):
-            group["params"] = list(params)
-            if names is not None:
-                group["param_names"] = list(names)
-
     def follow_state_edits(self) -> None:
         """Cuts a script's edits of whole state, looked up by parameter, to this rank's rows."""
         state = self.optimizer.state
         if isinstance(state, StateByParameter) and state.looked_up:
-            for row, edited in state.take_edits():
-                state[row.tensor] = self._storage.put(row, edited)
-
-    def _find_by_parameter(self) -> None:
-        if self._cut_slots:
-            optimizer, slots = self.optimizer, self._cut_slots
-            optimizer.state = StateByParameter(optimizer.state, slots, self._storage, self._cut, self._timeout_s)
-
-    def row_states(self) -> RowStates:
-        self.follow_state_edits()
-        register = self.optimizer.state
-        return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
-
-    def put_row_states(self, states: RowStates) -> None:
-        """Replaces the state of the rows in `states`."""
-        for row in self.rows:
-            if row.slot.parameter in states:
-                self.optimizer.state[row.tensor] = self._storage.put(row, states[row.slot.parameter])
+            state.follow_edits()
 
     def release(self) -> None:
         """Restores the optimizer's whole parameters. Its state, which only exists in rows, is dropped."""
         for hook in self._hooks:
             hook.remove()
+        self.row_state.release()
         # A script may have added groups and parameters (`refuse_strangers`), which stay with the optimizer.
         for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names):
             group["params"] = whole + [p for p in group["params"] if id(p) not in self._known]
@@ -279,10 +187,6 @@ class ShardedOptimizer:
             take_out(held, added)
         if is_of_bitsandbytes(self.optimizer):
             look_up_rows(self.optimizer)
-        self.optimizer.state = defaultdict(dict, self.optimizer.state)
-        # The state belongs to rows, whose shapes do not fit the whole parameters.
-        if not self._is_whole:
-            self.optimizer.state.clear()
         del self.optimizer.__dict__[_SCALES_ITSELF]
         if self._scales_itself is not None:
             self.optimizer.__dict__[_SCALES_ITSELF] = self._scales_itself
@@ -321,16 +225,6 @@ class ShardedOptimizer:
                 set_all(whole, "grad", repeat(None))
 
         return zero_grad
-
-    def _cut_state(self, row: Row) -> None:
-        parameter = row.slot.parameter
-        if row.is_parameter or parameter not in self.optimizer.state:
-            return
-        self.optimizer.state[row.tensor] = self._cut(self.optimizer.state.pop(parameter), row)
-
-    def _cut(self, whole: dict[str, Any], row: Row) -> dict[str, Any]:
-        settings = self.optimizer.param_groups[row.slot.bucket.key.group]
-        return with_dimensions(with_each(whole, functools.partial(cut_to, row=row)), row, self.optimizer, settings)
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._is_inside_step():
@@ -412,45 +306,6 @@ class ShardedOptimizer:
     def _end_skip(self) -> None:
         if self._skipped_groups is not None:
             self.optimizer.param_groups, self._skipped_groups = self._skipped_groups, None
-
-    def _before_state_dict(self, _optimizer) -> None:
-        self.follow_state_edits()
-
-    def _on_loaded_state_dict(self, _optimizer) -> None:
-        if not self._is_whole_now:
-            self._find_by_parameter()
-
-    def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self._is_whole_now:
-            return state_dict
-        row_of = {id(row.tensor): row for row in self.rows}
-        tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # Make new dicts, because torch's state dict contains the dicts of `optimizer.state`, which must keep placeholders.
-        state = {
-            index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
-            for index, values in state_dict["state"].items()
-        }
-        state_dict = {**state_dict, "state": state}
-        return state_dict if self._is_whole else {**state_dict, SHARD_MARK: _ShardMark(self._identity)}
-
-    def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._storage.values(row, name, value) for name, value in state.items()}
-
-    def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
-        if self._is_whole_now or (self._is_whole and SHARD_MARK not in state_dict):
-            return
-        if state_dict["state"] and state_dict.get(SHARD_MARK) != self._identity:
-            raise ValueError(
-                f"hf_zero: this state dict is of {state_dict.get(SHARD_MARK, 'a whole optimizer')}, and this optimizer is "
-                f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
-                "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
-            )
-
-
-def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
-    """Names the shard and the layout of an optimizer's state; equal for equal layouts."""
-    numel = sum(bucket.layout.numel for bucket in buckets)
-    return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
 
 
 def sharded_of(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:

@@ -37,13 +37,14 @@ from ..hooks.weak import WeakHook
 from ..layout import gradient_buffers
 from ..offload.device_window import DeviceWindow
 from ..optimizer.replicas import ReplicaCheck
+from ..optimizer.row_state import identity_of
 from ..optimizer.shared_settings import SharedSettings
 from ..stage3.unit import Unit
 from .backward import Gradients, no_signal
 from .gradient_store import GradientStore, GradientTarget
 from .row_writes import RowWrites
 from .sharded_gradients import choose_store
-from .sharded_optimizer import ShardedOptimizer, identity_of
+from .sharded_optimizer import ShardedOptimizer
 from .step_context import StepContext
 from .uncounted_edits import UncountedEdits
 
