@@ -44,8 +44,8 @@ class OffloadConfig:
     """The memory of a shard's state; `none` is the training device."""
 
     optimizer: str = "none"
-    """Memory of optimizer state and masters. `cpu`: host memory; the step runs on a GPU with room for the gradients, else on the
-    host with the gradients. `nvme`: files below `nvme_path`, stepped on the host one bucket at a time."""
+    """Memory of optimizer state and masters. `cpu`: host memory; `nvme`: files below `nvme_path`, read and written one bucket at
+    a time. The step runs on a GPU with room for the gradients, else on the host."""
     params: str = "none"
     """Stage 3: memory of this rank's shard of the parameters, including frozen ones. `cpu`: host memory; `nvme`: files below
     `nvme_path`."""

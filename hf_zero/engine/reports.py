@@ -11,6 +11,7 @@ from ..buckets.packed import bytes_beside
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
+from ..offload.host_tiers import HostTier
 from ..optimizer.nested_state import flat_state
 from ..optimizer.storage import OptimizerStorage
 from ..optimizer.trial_step import state_kinds
@@ -142,7 +143,9 @@ def _state_rows(
     )
     # If only some buckets are offloaded, they are the first ones.
     if window_bytes:
-        where = buckets[0].tier.scratch_name
+        tier = buckets[0].tier
+        # Buffers of files are in host memory, wherever the step is.
+        where = HostTier.name if tier.files is not None else tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
     return rows
 

@@ -130,7 +130,7 @@ def has_room_to_step(
     device: torch.device,
     mesh: Mesh,
 ) -> bool:
-    """Whether optimizer state in host memory is copied to the device for its step there. Collective if this is possible."""
+    """Whether offloaded optimizer state is copied to the device for its step there. Collective if this is possible."""
 
     def least_free() -> int:
         # All ranks get the same answer: the arithmetic of the device rounds differently, and copies of a shard would differ.

@@ -116,7 +116,8 @@ class Passing:
         gathered: stage 3's parameters that are whole at one time, in addition to the shards.
         received: parts of gradients that other ranks have sent and that are not yet added when backward ends.
         step: temporary tensors of the optimizer's step.
-        window: state that passes through host memory between files and the step.
+        window: state that passes through the memory of the step, between host memory or files and the step.
+        file_buffers: host memory for reads and writes of files, if the step is on the device.
         runtime: memory that libraries allocate when training starts: an accelerator's context, thread pools, message buffers.
         largest_parameter: the model's largest parameter, as it is saved.
         model: all parameters and buffers, as they are loaded.
@@ -126,6 +127,7 @@ class Passing:
     received: int = 0
     step: int = 0
     window: int = 0
+    file_buffers: int = 0
     runtime: int = 0
     largest_parameter: int = 0
     model: int = 0
@@ -256,6 +258,7 @@ def forecast(
     peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
     logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits
     visits = any(cost.visits for cost in costs)
+    lingers = any(cost.visits and not cost.state_in_files for cost in costs)
     steps_here = on_host or visits or not offload.moves_state
     in_step = coming + (passing.step if steps_here else 0) + (passing.window if on_host or visits else 0)
     # All gradients exist at the end of backward, wherever its peak was.
@@ -267,19 +270,20 @@ def forecast(
         "gathered": passing.gathered,
         "activations": max(0, passes - logits),
         "logits": min(passes, logits),
-        # Only the excess over backward, because step and backward do not run at the same time. But state is still copied to the
-        # host during the next forward.
-        "step": max(passing.window if visits else 0, in_step - passing.gathered - in_backward),
+        # Only the excess over backward, because step and backward do not run at the same time. But state of host memory is still
+        # copied there during the next forward.
+        "step": max(passing.window if lingers else 0, in_step - passing.gathered - in_backward),
         "runtime": passing.runtime,
     }
     pinned = activations.pinned_bytes if activations else 0
-    host = {} if on_host else {**in_host, "step": 0 if visits else passing.window, "activations": saved + pinned}
+    in_step_on_host = passing.file_buffers if visits else passing.window
+    host = {} if on_host else {**in_host, "step": in_step_on_host, "activations": saved + pinned}
     return Forecast(
         name=name,
         settings=settings,
         device=_ordered(device),
         host=_ordered(host),
-        pinned_bytes=sum(in_host.values()),
+        pinned_bytes=sum(in_host.values()) + passing.file_buffers,
         disk_bytes=sum(in_files.values()),
         save_bytes=saved_in_checkpoint + passing.largest_parameter,
         load_bytes=passing.model,

@@ -308,9 +308,10 @@ def _offload_rows(engine: ZeroEngine, traffic: TrafficReport | None) -> list[tup
     share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
     stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
     if traffic is not None and offload.optimizer == "nvme":
+        where = "training device" if engine.tier.visits else "host"
         what = (
             f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
-            f"the step{_why_files_cannot_pay_off(engine, traffic.held_bytes)}"
+            f"the step on the {where}{_why_files_cannot_pay_off(engine, traffic.held_bytes)}"
         )
     else:
         plan = _plan_of(engine, moved)
@@ -411,7 +412,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
         sharded=is_sharded,
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
-        visits=bucket.tier.window is not None,
+        visits=bucket.tier.visits,
         in_blocks=engine.config.quantises_moments,
         state_in_files=bucket.tier.name == IN_FILES,
         parameters_in_files=is_sharded and engine.parameter_tier.name == IN_FILES,

@@ -4,7 +4,7 @@ import torch
 
 from ..config import OffloadConfig
 from .host_memory import HostCores, choose_host_cores
-from .host_tiers import HostTier, NvmeTier, WindowTier
+from .host_tiers import FileWindowTier, HostTier, NvmeTier, WindowTier
 from .shards import FileParameters, HostParameters, ParameterTier
 from .state_files import StateFiles
 from .tiers import Tier
@@ -15,18 +15,22 @@ def choose_tiers(config: OffloadConfig, device: torch.device, *, steps_on_device
     """Chooses the tier of state and the tier of shards, for parameters on `device`.
 
     Args:
-        steps_on_device: whether state in host memory is copied to the device for each step, if both are possible.
+        steps_on_device: whether offloaded state is copied to the device for each step.
 
     Raises:
         ConfigError: `nvme_path` is not a folder of this host, or not writable.
     """
     cores = choose_host_cores(device)
-    tier = WindowTier(device, cores) if steps_on_device else choose_tier(config, device, cores)
+    tier = choose_tier(config, device, cores, steps_on_device=steps_on_device)
     return tier, choose_parameter_tier(config, device, tier, cores)
 
 
-def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
+def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores, *, steps_on_device: bool) -> Tier:
     """Chooses the tier of state."""
+    if steps_on_device and config.optimizer == "nvme":
+        return FileWindowTier(device, StateFiles(config.files_folder, WINDOW, cores, device, visits=True))
+    if steps_on_device:
+        return WindowTier(device, cores)
     if config.optimizer == "nvme":
         return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores)
     if config.optimizer == "cpu" and config.params == "nvme":

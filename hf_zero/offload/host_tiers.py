@@ -25,10 +25,26 @@ class WindowTier(Tier):
     """
 
     name = "host memory"
+    visits = True
 
     def __init__(self, device: torch.device, cores: HostCores):
         super().__init__(device)
         self.window = DeviceWindow(device, cores)
+
+
+class FileWindowTier(Tier):
+    """One file per shard with optimizer state and separate masters, which are on the device while their bucket is stepped.
+
+    Masters of fp32 parameters and gradients are those of `WindowTier`. The files, and not the link, determine the time of a step,
+    so state is copied in the device's own queue.
+    """
+
+    name = "NVMe"
+    visits = True
+
+    def __init__(self, device: torch.device, files: StateFiles):
+        super().__init__(device)
+        self.files = files
 
 
 _HOST = torch.device("cpu")
@@ -87,7 +103,7 @@ class NvmeTier(HostTier):
         apart: keep masters separate from parameters in host memory as well. Without it, such parameters are their own masters.
     """
 
-    name = "NVMe"
+    name = FileWindowTier.name
 
     def __init__(self, device: torch.device, files: StateFiles, cores: HostCores, *, apart: bool = False):
         super().__init__(device, cores)

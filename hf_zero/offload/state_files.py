@@ -19,6 +19,7 @@ class StateFiles:
         window: buckets that may be read or written while another one is stepped.
         cores: the cores for steps.
         device: the device of the parameters.
+        visits: whether state is copied to `device` for its step.
 
     Attributes:
         folder: the folder of this run.
@@ -28,9 +29,18 @@ class StateFiles:
         holds_state: whether the files contain optimizer state. If not, they contain only masters that are also parameters.
     """
 
-    def __init__(self, path: Path, window: int, cores: HostCores, device: torch.device, *, holds_state: bool = True):
+    def __init__(
+        self,
+        path: Path,
+        window: int,
+        cores: HostCores,
+        device: torch.device,
+        *,
+        holds_state: bool = True,
+        visits: bool = False,
+    ):
         self.folder = RunFolder(path)
-        self.window = Window(window, cores, device)
+        self.window = Window(window, cores, device, visits=visits)
         self.holds_state = holds_state
         self.shards: list[StoredShard] = []
         self.moved_bytes = (0, 0)

@@ -16,6 +16,7 @@ class Tier:
         name: the name in the plan and in the memory report.
         is_apart: whether the optimizer steps in other memory than the parameters', with separate masters and gradients.
         copies_masters: whether masters with the dtype of parameters on the device are copied from the parameters for each step.
+        visits: whether state and separate masters are copied to the training device for the step there.
         scratch_name: the name of the memory returned by `scratch`.
         device: the device of the parameters.
         cores: the host's cores for steps in this memory; None if steps use the script's own threads.
@@ -26,7 +27,7 @@ class Tier:
     """
 
     name = scratch_name = "device"
-    is_apart = copies_masters = False
+    is_apart = copies_masters = visits = False
     files: StateFiles | None = None
     cores: HostCores | None = None
     window: DeviceWindow | None = None

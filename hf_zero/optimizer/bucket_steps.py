@@ -198,6 +198,8 @@ class BucketSteps:
                 self._step.step(bucket, rows_of[bucket])
                 if state is not None:
                     state.store(buffer)
+                # A copy on the device is free for the next bucket.
+                del buffer
                 self._stepped(bucket)
 
     def _walk(
@@ -218,8 +220,8 @@ class BucketSteps:
                 in_files[state.shard] = bucket
         if self._window is not None:
             with closing(self._window.walk(list(in_files), spared=spared)) as walk:
-                for shard, buffer in walk:
-                    yield in_files[shard], buffer
+                # Without a variable for the buffer, which would keep a copy on the device.
+                yield from map(lambda found: (in_files[found[0]], found[1]), walk)
 
     def _raise_together(self) -> None:
         """Raises one rank's error on every rank. Collective."""

@@ -48,7 +48,7 @@ def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroC
 
 
 _ROOM_TO_STEP = 2
-"""State in host memory is stepped on the device if parameters and gradients need less than 1 / this number of the free memory."""
+"""Offloaded state is stepped on the device if parameters and gradients need less than 1 / this number of the free memory."""
 
 
 def steps_on_device(
@@ -58,7 +58,7 @@ def steps_on_device(
     parameters: Iterable[tuple[nn.Parameter, int]],
     free_bytes: Callable[[], int | None],
 ) -> bool:
-    """Whether optimizer state in host memory is copied to the training device for a step there, a few buckets at a time.
+    """Whether offloaded optimizer state is copied to the training device for a step there, a few buckets at a time.
 
     Then reduced gradients stay on the device until the step. On a small device, their memory is the reason to step on the host.
 
@@ -69,7 +69,7 @@ def steps_on_device(
     """
     offload = config.offload
     may_visit = (
-        offload.optimizer == "cpu"
+        offload.moves_state
         and not offload.moves_params
         and device.type != "cpu"
         # The step takes one bucket after the other, and nothing else may write to the state.

@@ -34,7 +34,8 @@ class MasterInFile(MasterStorage):
     def __init__(self, bucket: Bucket, shard: StoredShard, placeholders: Placeholders):
         super().__init__(bucket)
         self._shard = shard
-        self._absent = placeholders.of((), bucket.precision.master)
+        self._device = bucket.master.device
+        self._absent = placeholders.of((), bucket.precision.master, self._device)
 
     @property
     def region(self) -> Region | None:
@@ -57,12 +58,16 @@ class MasterInFile(MasterStorage):
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
         buffer = allocate(self._shard.region_bytes(MASTER), torch.uint8, _HOST)
-        self._bucket.fetch(self._shard.read_region(MASTER, buffer))
+        stored = self._shard.read_region(MASTER, buffer)
+        # On the host, this is `stored` itself.
+        master = stored.to(self._device)
+        self._bucket.fetch(master)
         try:
             yield
         finally:
             self._bucket.store(self._absent)
-            # The master was a view of `buffer`, which therefore contains the caller's writes.
+            # With the caller's writes.
+            stored.copy_(master)
             self._shard.write_region(MASTER, buffer)
             self._shard.written_bytes += buffer.nbytes
 
@@ -96,7 +101,7 @@ class StateInFile(StateStorage):
         self._exchange(states, regions, lambda view: view)
 
     def store(self, states: States, regions: Regions) -> None:
-        self._exchange(states, regions, lambda view: self._placeholders.of(view.shape, view.dtype))
+        self._exchange(states, regions, lambda view: self._placeholders.of(view.shape, view.dtype, view.device))
 
     def values(self, row: Row, name: str, value: Any) -> Any:
         if not self._placeholders.has(value):
@@ -112,8 +117,11 @@ class StateInFile(StateStorage):
             value = kept.get(name)
             if is_elementwise(value, row) and not self._placeholders.has(value):
                 self._shard.write_part(name, row.layout.in_shard, value.reshape(-1))
-                kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name])
+                kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name], row.tensor.device)
         return kept
+
+    def close(self, states: States) -> None:
+        _to_rows(states)
 
     def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Copies each state tensor to its view of the buffer, and replaces the tensor in `states` by `instead(view)`."""
@@ -173,13 +181,16 @@ class MomentsInFile(StateStorage):
         packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
+    def close(self, states: States) -> None:
+        _to_rows(states)
+
     def _part(self, row: Row, name: str) -> PackedPart:
         codes, scales = (self._shard.mapped_part(region, cut) for region, cut in _regions_of(name, self._everything))
         return PackedPart(PackedState(codes, scales, self._moments.codes[name]), row.layout.in_shard)
 
     def _pack_part(self, name: str, interval: Interval, values: torch.Tensor) -> None:
         packed = PackedState.zeros(interval.numel, self._moments.codes[name], self._bucket.tier)
-        packed.pack(values)
+        packed.pack(values.to(packed.codes.device))
         for (region, cut), part in zip(_regions_of(name, interval), (packed.codes, packed.scales), strict=True):
             self._shard.write_part(region, cut, part)
 
@@ -189,6 +200,14 @@ class MomentsInFile(StateStorage):
             codes, scales = (regions[region] for region, _ in _regions_of(name, self._everything))
             found[name] = PackedState(codes, scales, code)
         return found
+
+
+def _to_rows(states: States) -> None:
+    """Moves state to the device of its rows, where the optimizer steps without an engine."""
+    for row, state in states.items():
+        for name, value in state.items():
+            if is_elementwise(value, row):
+                state[name] = value.to(row.tensor.device)
 
 
 def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..buckets.bucket import BucketKey
 from ..buckets.packed import bytes_beside, scales_as_parameters
 from ..buckets.precision import Precision
+from ..buckets.rows import PACKING_BYTES
 from ..comm.groups import Groups, RankGroup
 from ..config import ZeroConfig
 from ..engine.division import Division, Part, SplitKinds, owners, precision_of, shards_parameters
@@ -308,7 +309,7 @@ class _Places:
             is_apart=is_apart,
             visits=visits,
             masters_apart=params[offload.params] if sharded else is_apart,
-            copies_masters=in_files and not (sharded and offload.moves_params),
+            copies_masters=in_files and not visits and not (sharded and offload.moves_params),
             state_in_files=in_files,
             parameters_in_files=sharded and offload.params == "nvme",
             parameters_are_masters=sharded and offload.params == "nvme" and moves,
@@ -392,6 +393,7 @@ class Job:
                 [bucket.cost.layout.shard_numel * bucket.cost.master_bytes for bucket in layout.buckets]
             ),
             window=_window_bytes(layout),
+            file_buffers=_file_buffers(layout),
         )
         return forecast(
             name,
@@ -458,17 +460,30 @@ def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
 
 
 def _window_bytes(layout: Layout) -> int:
-    """Returns the bytes of state passing through host memory to and from files, or through the device: the largest buckets."""
+    """Returns the bytes of state in the memory of the step, on the way from and to files or host memory: the largest buckets."""
     in_files = layout.config.offload.optimizer == "nvme"
     passing = [cost for cost in layout.costs if cost.trained and (cost.file_bytes if in_files else cost.visits)]
+    if in_files and any(cost.visits for cost in passing):
+        # One bucket. In a first step, the optimizer makes its state in addition to the file's copy and unpacked moments.
+        return max(cost.file_bytes + _full_state_bytes(cost) * (1 + cost.in_blocks) for cost in passing)
     sizes = [_passing_bytes(cost) for cost in passing]
     return sum(sorted(sizes, reverse=True)[: 1 + WINDOW if in_files else ON_DEVICE])
 
 
+def _file_buffers(layout: Layout) -> int:
+    """Returns the bytes of host memory between files and a step on the device."""
+    sizes = [cost.file_bytes for cost in layout.costs if cost.trained and cost.visits and cost.state_in_files]
+    return min(1 + WINDOW, len(sizes)) * max(sizes, default=0)
+
+
 def _passing_bytes(cost: BucketCost) -> int:
     """Returns the bytes of a bucket's optimizer state and separate master during its step: from files, without blocks."""
-    state = cost.state_bytes if cost.visits else sum(cost.state_itemsizes or ()) * cost.layout.shard_numel
+    state = cost.state_bytes if cost.visits else _full_state_bytes(cost)
     return (state or 0) + cost.kept_master_bytes
+
+
+def _full_state_bytes(cost: BucketCost) -> int:
+    return sum(cost.state_itemsizes or ()) * cost.layout.shard_numel
 
 
 # ---- The time of a step of a set-up, simulated from the engine's buckets and the traced work ----
@@ -545,19 +560,25 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
     offload = layout.config.offload
-    on_device = on_host = down = up = visits = edge = 0
+    on_device = on_host = down = up = visits = passes = edge = 0
     for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
-        numel, state = cost.layout.shard_numel, sum(cost.state_itemsizes or ())
-        stepped = numel * (cost.gradient_bytes + 2 * (cost.master_bytes + state) + cost.param_bytes * cost.has_master)
+        numel, state = cost.layout.shard_numel, cost.state_itemsizes or ()
+        stepped = numel * (
+            cost.gradient_bytes + 2 * (cost.master_bytes + sum(state)) + cost.param_bytes * cost.has_master
+        )
+        packed = numel * PACKING_BYTES * len(state) * cost.in_blocks
         if cost.apart:
-            on_host += stepped
+            on_host += stepped + packed
             down += numel * cost.gradient_bytes
             # Offloaded parameters are copied when they are gathered.
             up += numel * cost.param_bytes * (not offload.moves_params)
             edge = max(edge, numel * cost.gradient_bytes)
         else:
             on_device += stepped
-        visits += _passing_bytes(cost) * cost.visits
+        if cost.visits and cost.state_in_files:
+            passes += 2 * cost.file_bytes
+        elif cost.visits:
+            visits += _passing_bytes(cost)
     fetched = sum(b.cost.parameter_bytes for b in layout.buckets) if offload.moves_params else 0
     # Gradients of earlier micro-batches are in memory before the last backward.
     gradients = layout.plan().gradients if micro_batches == 1 else 0
@@ -573,6 +594,7 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         edge_bytes=edge,
         visiting_bytes=visits,
         window_bytes=_window_bytes(layout) if visits else 0,
+        passing_bytes=passes,
         freed_bytes=max(0, activations.saved_bytes * (offload.activations != "cpu") - gradients),
         # All state and masters of a step are read and written.
         disk_bytes=sum(2 * bucket.cost.file_bytes for bucket in layout.buckets if bucket.cost.trained),

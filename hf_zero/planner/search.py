@@ -138,6 +138,7 @@ class Machine:
 # On the accelerator, backward frees memory of activations. During backward, state is copied from the host into this memory, at
 # most `freed_bytes`. During the step, the other state is copied in, stepped and copied back, one bucket after the other. State
 # that is on the accelerator after the step is copied back during the next forward, and `window_bytes` of it never delay it.
+# State in files is read, copied to the accelerator, stepped, copied back and written, during the step only.
 #
 # On the host, reduced gradients are copied from the accelerator during backward. If a step has several reductions, the host adds
 # them up at the same time. Then the host computes the norm and scales the gradients (Trainer clips by default): two reads and one
@@ -179,6 +180,7 @@ class Work:
         disk_bytes: bytes read from files and written to them.
         visiting_bytes: bytes of state copied to the accelerator for the step, and back.
         window_bytes: bytes of visiting state that need no free memory.
+        passing_bytes: bytes of state in files copied to the accelerator and back, one bucket after the other.
         freed_bytes: memory of the accelerator that backward frees for visiting state.
         fetched_bytes: bytes of parameters copied from host memory for each gather.
         moved_activation_bytes: bytes of activations copied to host memory in each forward, and back in backward.
@@ -197,6 +199,7 @@ class Work:
     disk_bytes: float = 0.0
     visiting_bytes: float = 0.0
     window_bytes: float = 0.0
+    passing_bytes: float = 0.0
     freed_bytes: float = 0.0
     fetched_bytes: float = 0.0
     moved_activation_bytes: float = 0.0
@@ -381,7 +384,7 @@ class _Simulation:
             work.step_bytes / machine.memory_bytes_a_second
             + self._visit_s()
             + machine.host_pass_s(3 * work.down_bytes)
-            + max(host_s, disk_s)
+            + max(host_s, disk_s, work.passing_bytes / link)
             + work.edge_bytes / link
             + max(0.0, work.up_bytes / link - host_s - forward_s)
         )

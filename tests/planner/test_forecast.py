@@ -15,15 +15,21 @@ from hypothesis import strategies as st
 from launching import ROOT
 from planned_peaks import measure
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import LENGTH, bert, gpt2, llama
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
+from hf_zero.buckets.rows import PACKING_BYTES, SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.forecast.peak import Activations
 from hf_zero.integrations.announce import ddp_state, state_plan
 from hf_zero.planner.batches import batch_of
 from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
+from hf_zero.planner.layouts import _work as work_of
 from hf_zero.planner.layouts import ddp_state as planned_ddp
 from hf_zero.planner.meta_models import checkpoint
+from hf_zero.planner.search import Machine
 from hf_zero.planner.trace import trace
 
 pytestmark = pytest.mark.timeout(200)
@@ -369,3 +375,54 @@ def test_a_kernel_of_a_gpu_reads_bfloat16_gradients_as_they_were_reduced(kernels
 def test_buffers_of_nccl_count_where_several_ranks_talk(ranks, mib):
     job = replace(job_of(gpt2(), ranks), device=torch.device("cuda"))
     assert job.forecast("stage 2", {"stage": 2}, ZeroConfig(stage=2)).device["runtime"] == mib * 2**20
+
+
+# ---- Memory traffic of 8-bit moments on the host ----
+
+
+class _CountedBytes(TorchDispatchMode):
+    """Counts bytes that operators read and write; memory that is written is read first."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func is not torch.ops.aten.new_empty.default and not func.is_view:
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                self.nbytes += sum((1 + writes) * t.nbytes for t in tree_leaves(value) if torch.is_tensor(t))
+            if func is torch.ops.aten._to_copy.default:
+                self.nbytes += 2 * found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("code", [SIGNED, UNSIGNED])
+def test_the_planned_traffic_of_8_bit_moments_is_that_of_their_operators(code):
+    numel = 1 << 17
+    values, codes, scales = torch.rand(numel), torch.empty(numel, dtype=torch.uint8), torch.empty(numel // 256)
+    quantise_dynamic(values, codes, scales, code)
+    with _CountedBytes() as counted:
+        dequantise_dynamic(codes, scales, values, code)
+        quantise_dynamic(values, codes, scales, code)
+    # The tables are in a core's cache.
+    tables = 3 * 256 * 4 + 65536
+    assert (counted.nbytes - tables) / numel == pytest.approx(PACKING_BYTES, rel=0.01)
+
+
+def test_a_step_of_8_bit_moments_on_the_host_packs_them():
+    def bytes_on_host(moments: str) -> float:
+        config = ZeroConfig.from_dict({"stage": 2, "moments": moments, "offload": {"optimizer": "cpu"}})
+        model = gpt2()
+        groups = ranks_without_a_group(1, 1, config, "nccl")
+        layout = lay_out(
+            model, [torch.optim.AdamW(model.parameters())], config, groups, torch.device("cuda"), free_bytes=0
+        )
+        numel = sum(cost.layout.shard_numel for cost in layout.costs)
+        activations = Activations(curve=(), saved_bytes=0, flops=3, forward_flops=1, tokens=0, shape="")
+        return work_of(layout, Machine(ranks_a_node=1), activations, 1).host_step_bytes / numel
+
+    assert bytes_on_host("8bit") - bytes_on_host("32bit") == 2 * PACKING_BYTES

@@ -77,6 +77,9 @@ SETTINGS = {
     "int8 from host memory": {"stage": 3, "comm": INT8, "offload": BOTH},
     "8-bit moments in host memory": {"stage": 2, "moments": "8bit", "offload": HOST},
     "state in files": {"stage": 2, "offload": FILES},
+    "state in files, on a small device": {"stage": 2, "offload": FILES, SMALL: True},
+    "8-bit moments in files": {"stage": 2, "moments": "8bit", "offload": FILES},
+    "bf16, state in files": {"stage": 2, **BF16, "offload": FILES},
     "state in files at stage 3": {"stage": 3, "offload": FILES},
     **{
         f"parameters in {params}, state in {state}": {"stage": 3, "offload": {"params": params, "optimizer": state}}
@@ -329,6 +332,8 @@ SHORT = [
     ("bf16, state in host memory at stage 3, on a small device", "idle", 2),
     ("state in host memory at stage 3", "gpt2", 2),
     ("state in files at stage 3", "gpt2", 2),
+    ("bf16, state in files", "saved", 2),
+    ("state in files, on a small device", "accumulated", 2),
     ("parameters in cpu, state in cpu", "evaluated", 2),
     ("parameters in nvme, state in none", "gpt2", 1),
     ("activations in host memory", "in halves", 2),

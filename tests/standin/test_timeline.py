@@ -89,6 +89,7 @@ def test_a_timeline_has_all_copies_the_losses_of_the_device_and_the_planned_time
                 ({"optimizer": "cpu"}, 0.01, 1, True),
                 ({"optimizer": "cpu"}, 0.01, 2, True),
                 ({"optimizer": "nvme", "nvme_path": str(tmp_path)}, 0.01, 1, False),
+                ({"optimizer": "nvme", "nvme_path": str(tmp_path)}, 0.01, 1, True),
             )
         ]
     plain, offloaded, *others = map(timeline.summarise, ([run] for run in runs))
