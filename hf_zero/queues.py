@@ -92,6 +92,23 @@ ARRIVED = Arrival()
 """A copy that finished at once."""
 
 
+class LatestArrival(Arrival):
+    """The latest of a series of copies to the same memory.
+
+    Attributes:
+        pending: the copy, until somebody has waited for it.
+    """
+
+    def __init__(self):
+        self.pending: Arrival = ARRIVED
+
+    def wait(self) -> None:
+        pending = self.pending
+        if pending is not ARRIVED:
+            self.pending = ARRIVED
+            pending.wait()
+
+
 class Mark(Arrival):
     """A point in the work of a `SideQueue`. On the host, the point is reached at its creation."""
 

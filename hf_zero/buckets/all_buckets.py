@@ -14,20 +14,19 @@ from ..queues import ARRIVED
 from .bucket import (
     BUCKET_OF,
     FOLLOWED_VERSION,
-    GRADIENT_OF,
     PARAMETER_OF,
     ROWS_OF,
     TENSOR_OF,
     Bucket,
     ParameterSlot,
     Row,
-    have_gradients,
 )
+from .gradients import GRADIENT_OF, begin_step, end_step, have_gradients
 from .memory import UnshardedMemory
 from .sharded_gradient import GradientState, allow_norms, refuse_norms
 
 _STATE, _VERSION, _SLOT_VERSION = attrgetter("state"), attrgetter("_version"), attrgetter("version")
-_MEMORY, _ARRIVAL, _IS_AWAY = attrgetter("memory"), attrgetter("arrival"), attrgetter("is_away")
+_MEMORY, _ARRIVAL, _IS_AWAY = attrgetter("memory"), attrgetter("arrival.pending"), attrgetter("is_away")
 _ROW_TENSORS, _PARAMETERS, _ROW_PARAMETERS = map(attrgetter, ("row_tensors", "parameters", "row_parameters"))
 _STAND_INS, _SLOTS, ROWS_ARE_PARAMETERS = map(attrgetter, ("stand_ins", "slots", "rows_are_parameters"))
 
@@ -67,10 +66,10 @@ def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 def await_gradients(buckets: Collection[Bucket]) -> None:
-    """Calls `await_gradient` of all buckets."""
+    """Waits for the reduced gradients of all buckets."""
     if not all(map(is_, map(_ARRIVAL, buckets), repeat(ARRIVED))):
         for bucket in buckets:
-            bucket.await_gradient()
+            bucket.arrival.wait()
 
 
 def begin_step_of(buckets: Sequence[Bucket]) -> None:
@@ -88,7 +87,7 @@ def begin_step_of(buckets: Sequence[Bucket]) -> None:
             ):
                 return
     for bucket in buckets:
-        bucket.begin_step()
+        begin_step(bucket)
 
 
 def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
@@ -102,7 +101,7 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
     with look_only():
         parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
         if not all(map(is_, map(GRADIENT_OF, parameters), stand_ins)):
-            return {bucket: bucket.end_step() for bucket in buckets}
+            return {bucket: end_step(bucket) for bucket in buckets}
         # Inlines `end_step`.
         set_all(_all(buckets, _ROW_TENSORS), "grad", repeat(None))
         set_all(stand_ins, "state", repeat(GradientState.SPENT))

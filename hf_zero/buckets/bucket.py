@@ -1,45 +1,34 @@
 """Buckets: parameters in one flat buffer, which are reduced together, and this rank's shard of the buffer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat, takewhile
-from operator import attrgetter, eq, is_, is_not
+from itertools import takewhile
+from operator import attrgetter, eq
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from ..comm.transport import DataParallelGroup
-from ..comm.waits import Label
-from ..hooks.guards import look_only
+from ..comm.waits import Labels
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod
 from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
 from ..layout.intervals import Interval
 from ..offload.shards import Region
 from ..offload.tiers import Tier
-from ..queues import ARRIVED, Arrival
-from .clipped_gradient import ClippedGradient, Coefficient, coefficient_of_all, taken_gradients
+from ..queues import LatestArrival
 from .flat_views import FlatViews
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision
-from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
+from .sharded_gradient import GradientState, ShardedGradient
 from .unread_weights import forget_loaded, wanted_dtype
 
 # Called for all parameters in each step, so the loops run in C.
-GRADIENT_OF = attrgetter("grad")
 TENSOR_OF, SLOT_OF, PARAMETER_OF = attrgetter("tensor"), attrgetter("slot"), attrgetter("slot.parameter")
 BUCKET_OF, FOLLOWED_VERSION = attrgetter("slot.bucket"), attrgetter("slot.version")
-_STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgetter("dtype")
-ROWS_OF, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
-_LAID, _VIEWS, _ADDRESSES, _FLATS = map(attrgetter, ("laid", "views", "addresses", "flats"))
-
-
-def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all tensors have a gradient."""
-    return all(map(is_not, map(GRADIENT_OF, tensors), repeat(None)))
+ROWS_OF, _VERSION = attrgetter("rows"), attrgetter("_version")
 
 
 class BucketKey(NamedTuple):
@@ -173,11 +162,13 @@ class Bucket:
         share: weight of one rank's gradient in the group's mean: 1 / number of ranks.
         rows_are_parameters: whether this rank's rows are the parameters themselves.
         tier: the memory tier of master, reduced gradient and optimizer state.
-        arrival: marks the end of the copy of the reduced gradient to the rows; see `await_gradient`.
         is_away: whether the master is in a file, or in memory only for the step. `master` and the rows then have a shape but
             no memory.
+        arrival: the end of the copy of the reduced gradient to the rows. Wait before reading or writing gradient values.
         gradient_dtype: dtype of the reduced gradient stored in the rows until the step.
         laid: the rows' gradients as left by the last reduction; see `laid_gradients_of`.
+        labels: names its collectives, by kind.
+        has_second_copy: whether master and parameters are two copies. Each copy must then follow changes of the other.
     """
 
     def __init__(
@@ -199,9 +190,8 @@ class Bucket:
         self.share = 1.0 / group.groups.world_size
         self.rows_are_parameters = rows_are_parameters
         self.tier = tier
-        self.arrival: Arrival = ARRIVED
         self.is_away = False
-        self._labels: dict[str, Label] = {}
+        self.arrival = LatestArrival()
         self.laid: LaidGradients | None = None
         self.gradient_dtype = precision.master
         self.trained = parameters[0].requires_grad
@@ -220,6 +210,8 @@ class Bucket:
             )
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
+        self.labels = Labels(subject=self.name, channel=layout.index, holds=self._contents())
+        self.has_second_copy = precision.has_master and not memory.is_master
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
         slot_of = {slot.name: slot for slot in self.slots}
         self.own_parts = {slot_of[part.name]: part for part in rows_of_shard(layout, group.groups.shard_rank)}
@@ -242,27 +234,6 @@ class Bucket:
     def own(self) -> torch.Tensor:
         return self.memory.own
 
-    def step_on_reduced(self) -> None:
-        """Keeps the reduced gradient in bfloat16 if reduced in bfloat16; the bucket's kernel accepts this dtype.
-
-        Sums with later gradients still use the master dtype. float16 is excluded because unscaled gradients would underflow.
-        """
-        if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
-            self.gradient_dtype = torch.bfloat16
-            for row in self.rows:
-                # By default, torch refuses a gradient of a dtype different from the parameter's.
-                row.tensor.grad_dtype = None
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of this rank's shard of the reduced gradient."""
-        return self.layout.shard_numel * self.precision.master.itemsize
-
-    @property
-    def has_second_copy(self) -> bool:
-        """Whether master and parameters are two copies. Each copy must then follow changes of the other."""
-        return self.precision.has_master and not self.memory.is_master
-
     @property
     def keeps_master(self) -> bool:
         """Whether both copies persist between steps."""
@@ -273,8 +244,7 @@ class Bucket:
         """Returns the parameters' shard, (shard_numel,), if a step may write parameters and master; None otherwise."""
         return self.memory.writable_own if self.precision.keeps_master and not self.memory.is_master else None
 
-    @cached_property
-    def contents(self) -> str:
+    def _contents(self) -> str:
         """Names the innermost module containing all parameters, or the first and last parameter."""
         names = [slot.name for slot in self.slots]
         if len(names) == 1:
@@ -282,12 +252,6 @@ class Bucket:
         parts = [name.split(".") for name in names]
         shared = list(takewhile(lambda at: len(set(at)) == 1, zip(*parts)))
         return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
-
-    def label(self, kind: str) -> Label:
-        """Returns the label for a collective on this bucket."""
-        if kind not in self._labels:
-            self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
-        return self._labels[kind]
 
     @cached_property
     def slot_views(self) -> FlatViews:
@@ -307,10 +271,10 @@ class Bucket:
         # As a view, the parameter shares memory with backward, the optimizer and the gathers, without copies.
         self.memory.set_data(parameter, slot.view)
         # A new stand-in, because the parameter may have a new dtype; the shard tensor is kept.
-        self.__dict__.pop("stand_ins", None)
-        self.__dict__.pop("_held", None)
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.take_shard_of(before)
+        for cached in ("stand_ins", "held"):
+            self.__dict__.pop(cached, None)
         # Take the version after the copy above, which is not an edit by the script.
         slot.version = parameter._version
 
@@ -344,27 +308,17 @@ class Bucket:
         return [slot.sharded_gradient for slot in self.slots]
 
     @cached_property
-    def _held(self) -> tuple[list[Any], list[str], list[Any]]:
+    def held(self) -> tuple[list[Any], list[str], list[Any]]:
         """Returns the arguments of a loop of `setattr` for `hold_gradients`: objects, names of attributes, values."""
         stand_ins, count = self.stand_ins, len(self.slots)
         names = ["state"] * count + ["pending"] * count + ["grad"] * count
         values = [GradientState.HELD] * count + [None] * count + stand_ins
         return [*stand_ins, *stand_ins, *self.parameters], names, values
 
-    def hold_gradients(self) -> None:
-        """Replaces all `p.grad` by stand-ins, because the gradients are reduced into rows."""
-        with look_only():
-            # `setattr` returns None, so `any` runs to the end.
-            any(map(setattr, *self._held))
-
     @cached_property
-    def _slot_starts(self) -> list[int]:
+    def slot_starts(self) -> list[int]:
+        """Returns the slots' first bytes in a flat gradient buffer."""
         return [slot.interval.start * self.precision.reduce.itemsize for slot in self.slots]
-
-    def are_in_slots(self, flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether tensors, one per slot, start at the slots' addresses in a flat gradient buffer."""
-        addresses = map(flat.data_ptr().__add__, self._slot_starts)
-        return all(map(eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
     @cached_property
     def row_tensors(self) -> list[nn.Parameter]:
@@ -390,73 +344,15 @@ class Bucket:
         return found
 
     @cached_property
-    def _only_run(self) -> Interval | None:
+    def only_run(self) -> Interval | None:
         """The interval of the only run, if the run is the whole shard."""
         whole = Interval(0, self.layout.shard_numel)
         return whole if [part for _, part in self.row_runs] == [whole] else None
 
-    def flat_gradients(self) -> list[tuple[Interval, torch.Tensor]] | None:
-        """Returns the rows' gradients as the fewest flat views; None if the gradients are laid out differently or not plain.
-
-        Clipped gradients whose coefficients a kernel multiplies count as plain.
-        """
-        laid = laid_gradients_of([self])
-        if laid is not None and laid[1] is None:
-            return laid[0][0]
-        gradients: Any = list(map(GRADIENT_OF, self.row_tensors))
-        kinds = set(map(type, gradients))
-        if kinds == {ClippedGradient}:
-            gradients = taken_gradients(gradients)
-        elif kinds != {torch.Tensor}:
-            return None
-        if gradients is None or len(set(map(_KIND, gradients))) != 1:
-            return None
-        base = gradients[0].data_ptr() - self.rows[0].layout.in_shard.start * gradients[0].itemsize
-        starts = map(gradients[0].itemsize.__mul__, self._row_starts)
-        if not all(map(eq, map(torch.Tensor.data_ptr, gradients), map(base.__add__, starts))):
-            return None
-        if not all(map(torch.Tensor.is_contiguous, gradients)):
-            return None
-        found = []
-        for number, interval in self.row_runs:
-            first = gradients[number]
-            memory, nbytes = first.untyped_storage(), interval.numel * first.itemsize
-            # Adjacent addresses do not suffice: two allocations may be adjacent, and torch refuses a view beyond its storage.
-            if first.data_ptr() + nbytes > memory.data_ptr() + memory.nbytes():
-                return None
-            found.append((interval, first.as_strided((interval.numel,), (1,))))
-        return found
-
-    def lay_gradients(self, flat: torch.Tensor) -> None:
-        """Makes the gradients of all rows views of `flat`, (shard_numel,)."""
-        views = self.row_views.of(flat)
-        with look_only():
-            # As in `set_all`, for speed.
-            any(map(setattr, self.row_tensors, repeat("grad"), views))
-        if views:
-            # The rows of most buckets are the whole shard, without padding.
-            whole = self._only_run
-            runs = self.row_runs
-            flats = [(whole, flat)] if whole else [(part, flat[part.start : part.stop]) for _, part in runs]
-            self.laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
-
-    def forget_laid(self) -> None:
-        """Drops the references to the gradients made by `lay_gradients`, because their memory is about to be freed."""
-        self.laid = None
-
     @cached_property
-    def _row_starts(self) -> list[int]:
+    def row_starts(self) -> list[int]:
+        """Returns the rows' first elements in the shard."""
         return [row.layout.in_shard.start for row in self.rows]
-
-    @property
-    def _is_as_backward_left_it(self) -> bool:
-        """Whether each gradient is unused and as left by a backward. False may be wrong."""
-        if not have_gradients(self.row_tensors):
-            return False
-        gradients = map(GRADIENT_OF, self.parameters)
-        if self.rows_are_parameters:
-            return {torch.Tensor}.issuperset(map(type, gradients))
-        return all(map(is_, gradients, self.stand_ins)) and GradientState.SPENT not in map(_STATE, self.stand_ins)
 
     @cached_property
     def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
@@ -489,81 +385,6 @@ class Bucket:
             self._follow(edited, self.memory.read_own())
         for row in edited:
             row.slot.version = row.slot.parameter._version
-
-    def begin_step(self) -> None:
-        """Follows edits and prepares the rows' gradients: None if no rank has a gradient, zeros if zeroed by the script.
-
-        Raises:
-            ShardedGradientError: there was no backward since the last step, which freed the gradients; or the script has
-                assigned a gradient, which no rank would use in the step.
-        """
-        # Before any gradient is read, because the copy to the rows may still be running.
-        self.await_gradient()
-        with look_only():
-            if self._is_as_backward_left_it:
-                self.follow_edits()
-                return
-            for slot in self.slots:
-                gradient = slot.parameter.grad
-                if gradient is slot.sharded_gradient:
-                    if slot.sharded_gradient.state is GradientState.SPENT:
-                        slot.sharded_gradient.refuse_if_spent()
-                # Accept any stand-in: `adopt` makes a new one and leaves the old one in `grad`, and `model.to(...)` sets a
-                # moved one.
-                elif not (self.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
-                    raise ShardedGradientError(
-                        f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward "
-                        "has reduced. Let a backward compute the gradient, or train at `stage: 0`, where `grad` is "
-                        "the reduced gradient."
-                    )
-            # Before the step, which would otherwise start from the old master and undo the script's edit.
-            self.follow_edits()
-            for row in self.rows:
-                tensor, parameter = row.tensor, row.slot.parameter
-                # Inlines `has_gradient`, because this runs for each parameter in each step.
-                if tensor.grad is None or (tensor is not parameter and parameter.grad is None):
-                    # An optimizer skips rows without a gradient, but steps zeroed ones (weight decay, momentum), as under DDP.
-                    tensor.grad = torch.zeros_like(tensor) if row.is_zeroed else None
-
-    def await_gradient(self) -> None:
-        """Waits until the rows have their reduced gradient. Call before reading or writing gradient values."""
-        arrival = self.arrival
-        if arrival is not ARRIVED:
-            self.arrival = ARRIVED
-            arrival.wait()
-
-    def end_step(self) -> list[ParameterSlot]:
-        """Frees the reduced gradients; `p.grad` stays until zeroed by the script. Returns the stepped slots.
-
-        Increments autograd's version counters of these parameters: a backward through a graph from before the step then
-        raises, as under DDP, instead of silently computing with the new values.
-        """
-        stepped = []
-        self.forget_laid()
-        with look_only():
-            set_all(self.row_tensors, "grad", repeat(None))
-            for slot in self.slots:
-                sharded = slot.sharded_gradient
-                if slot.parameter.grad is sharded:
-                    # Inlines `become`, because this runs for each parameter in each step.
-                    sharded.state, sharded.pending = GradientState.SPENT, None
-                elif slot.parameter.grad is not None or sharded.state is GradientState.ZEROED:
-                    slot.parameter.grad = None
-                else:
-                    continue
-                stepped.append(slot)
-                # Keep the slot's version in step, because the step is not an edit for the master to follow.
-                slot.version += 1
-            increment_version([slot.parameter for slot in stepped])
-        return stepped
-
-    def drop_gradients(self) -> None:
-        # Wait, because a copy still running would write to memory possibly reused by the allocator.
-        self.await_gradient()
-        self.forget_laid()
-        with look_only():
-            set_all(self.row_tensors, "grad", repeat(None))
-            set_all(self.parameters, "grad", repeat(None))
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         # A value that still equals its rounded master was not edited and keeps the master's hidden digits. Otherwise a script
@@ -602,6 +423,7 @@ class Bucket:
     def rest(self, master: Region | None) -> None:
         """Moves the shard to its tier. `master`: the master's region in a file, if its dtype is the parameters' own."""
         self.memory.rest(master)
+        self.has_second_copy = self.precision.has_master and not self.memory.is_master
         if not self.precision.has_master:
             self.master = self.own
 
@@ -651,24 +473,7 @@ class Bucket:
                 slot.parameter if self.rows_are_parameters else nn.Parameter(part_of(master, layout.in_shard, shape))
             )
             slot.sharded_gradient.shard, slot.sharded_gradient.part = tensor, slice(*layout.in_parameter)
-            slot.sharded_gradient.await_shard = WeakMethod(self, Bucket.await_gradient)
+            slot.sharded_gradient.await_shard = WeakMethod(self.arrival, LatestArrival.wait)
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows
-
-
-def laid_gradients_of(
-    buckets: Sequence[Bucket],
-) -> tuple[list[list[tuple[Interval, torch.Tensor]]], Coefficient | None] | None:
-    """Returns each bucket's gradients as `flat_gradients` does, and the clip coefficient that nobody has multiplied in or taken.
-
-    None unless all gradients are as `lay_gradients` has left them, with one coefficient: this is a quick look.
-    """
-    laid: list[Any] = list(map(_LAID, buckets))
-    if not all(laid):
-        return None
-    views = list(chain.from_iterable(map(_VIEWS, laid)))
-    found = coefficient_of_all(list(map(GRADIENT_OF, chain.from_iterable(map(_ROW_TENSORS, buckets)))), views)
-    if found is None or list(map(torch.Tensor.data_ptr, views)) != list(chain.from_iterable(map(_ADDRESSES, laid))):
-        return None
-    return list(map(_FLATS, laid)), found[0]

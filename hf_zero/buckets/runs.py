@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..layout.intervals import Interval
-from .bucket import BUCKET_OF, ROWS_OF, Bucket, Row, laid_gradients_of
+from .bucket import BUCKET_OF, ROWS_OF, Bucket, Row
 from .clipped_gradient import plain_gradient
+from .gradients import flat_gradients, laid_gradients_of
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,7 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     if len(phases) == 1 and len(rows) == sum(map(len, map(ROWS_OF, buckets))):
         (phase,) = phases
         laid = laid_gradients_of(buckets)
-        flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [b.flat_gradients() for b in buckets]
+        flats: list[Any] = laid[0] if laid is not None and laid[1] is None else [flat_gradients(b) for b in buckets]
         if all(map(is_not, flats, repeat(None))):
             # The usual case, without a Python loop over rows.
             return list(starmap(partial(Run, phase), chain.from_iterable(flats)))

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock, get_ident
 from time import monotonic
 from typing import Any, TypeVar
@@ -294,3 +294,14 @@ class Label:
 
     def __str__(self) -> str:
         return self.words
+
+
+class Labels(dict[str, Label]):
+    """Maps kinds of collectives on one subject to labels, each made once. Arguments as in `Label`."""
+
+    def __init__(self, *, subject: str, channel: int, holds: str):
+        self._of = partial(Label, subject=subject, channel=channel, holds=holds)
+
+    def __missing__(self, kind: str) -> Label:
+        label = self[kind] = self._of(kind=kind)
+        return label

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ..buckets.all_buckets import await_gradients
+from ..buckets.bucket import BUCKET_OF
 from ..buckets.clipped_gradient import widen
 from ..hooks.mixins import mix_in
 from ..step.sharded_optimizer import engine_stepped_by, sharded_of
@@ -45,9 +47,9 @@ def _unscale_rows(
     if sharded is None or engine is None:
         return _stock_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     sharded.refuse_strangers()
+    # A running copy would overwrite the unscaled values with scaled ones.
+    await_gradients(set(map(BUCKET_OF, sharded.rows)))
     for row in sharded.rows:
-        # A running copy would overwrite the unscaled values with scaled ones.
-        row.slot.bucket.await_gradient()
         widen(row.tensor)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale, clean = inv_scale, found_inf

@@ -14,8 +14,9 @@ from torch.autograd.graph import increment_version
 
 from ..arithmetic.flat import FLOAT_DTYPES, runs_triton
 from ..buckets.all_buckets import ROWS_ARE_PARAMETERS
-from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
+from ..buckets.bucket import BUCKET_OF, TENSOR_OF, Bucket, Row
 from ..buckets.clipped_gradient import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
+from ..buckets.gradients import GRADIENT_OF, laid_gradients_of, step_on_reduced
 from ..buckets.rows import Coded
 from ..buckets.runs import Run, runs_of
 from ..hooks.tensors import set_all
@@ -894,7 +895,7 @@ class KernelShare:
         self._mine.update(mine)
         self._kernels.append(kernel)
         for bucket in mine:
-            bucket.step_on_reduced()
+            step_on_reduced(bucket)
         return mine
 
     def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -11,7 +11,8 @@ import torch
 
 from ..arithmetic.flat import FLOAT_DTYPES, are_flat, ceil_div, check_flat, runs_triton
 from ..arithmetic.sums import PART_NUMEL, sum_of_squares
-from ..buckets.bucket import TENSOR_OF, Row, have_gradients
+from ..buckets.bucket import TENSOR_OF, Row
+from ..buckets.gradients import have_gradients
 from ..buckets.runs import runs_of
 from ..step.norm import NORM_LABEL, GradientNorm, Measured
 from .base import check_scalar, kernel

@@ -7,8 +7,9 @@ from operator import attrgetter
 
 import torch
 
-from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, have_gradients
+from ..buckets.bucket import TENSOR_OF, Bucket, Row
 from ..buckets.clipped_gradient import widen
+from ..buckets.gradients import GRADIENT_OF, have_gradients
 from ..comm.transport import Transport
 from ..comm.waits import Label
 from ..hooks.tensors import set_all

@@ -25,7 +25,7 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
     if row is None or not row.has_gradient:
         # This rank joins as well, because the others wait for its shard of the bucket.
         return _gather(slot, None)
-    slot.bucket.await_gradient()
+    slot.bucket.arrival.wait()
     widen(row.tensor)
     return _gather(slot, row.tensor.grad)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, laid_gradients_of
+from ..buckets.bucket import BUCKET_OF, TENSOR_OF, Bucket, Row
 from ..buckets.clipped_gradient import widen
+from ..buckets.gradients import GRADIENT_OF, laid_gradients_of
 from ..buckets.rows import PackedPart
 from ..comm.local import LocalTransport
 from ..comm.transport import Transport
@@ -21,7 +22,7 @@ from .bucket_state import BucketState, KernelReport, StateStorage
 from .bucket_steps import BucketStep, BucketSteps
 from .nested_state import DUE
 
-_DTYPE, _DEVICE, _ROWS = map(attrgetter, ("dtype", "device", "rows"))
+_DTYPE, _DEVICE, _ROWS, _HAS_SECOND_COPY = map(attrgetter, ("dtype", "device", "rows", "has_second_copy"))
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class OptimizerStorage:
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Copies stepped masters into the parameters."""
-        for bucket in self.choice.unwritten(buckets):
+        for bucket in filter(_HAS_SECOND_COPY, self.choice.unwritten(buckets)):
             bucket.write_back()
 
     def fetched_master(self, bucket: Bucket) -> AbstractContextManager[None]:

@@ -45,7 +45,7 @@ class ForwardGather(Gather):
             # Copied, because the gathered memory is freed after the forward.
             self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.index].clone()
 
-        return Handle(bucket.label(GATHER), bucket.group.transport.ledger, complete)
+        return Handle(bucket.labels[GATHER], bucket.group.transport.ledger, complete)
 
     def forget(self) -> None:
         self.kept.clear()
@@ -65,5 +65,5 @@ class BackwardGather(Gather):
         part = self._forward.kept.get(bucket)
         if part is None:
             return self._forward.start(bucket)
-        label = bucket.label("all-gather parameters in the node")
+        label = bucket.labels["all-gather parameters in the node"]
         return start_all_gather(bucket, bucket.flat, part, label, among=self._forward.node)

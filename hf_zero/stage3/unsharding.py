@@ -69,7 +69,7 @@ class Unsharding:
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
         self._order = order = AgreedOrder(
-            [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
+            [unit.buckets[0].labels[""].holds if unit.buckets else unit.name for unit in self.units],
             transport,
             WeakMethod(self, Unsharding._take_part),
         )

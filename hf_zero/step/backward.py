@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.gradients import drop_gradients
 from ..buckets.sharded_gradient import ShardedGradient
 from ..comm.transport import Transport
 from ..comm.waits import Label
@@ -276,7 +277,7 @@ class Gradients:
         for slot in self._slots:
             slot.sharded_gradient.pending = None
         for bucket in self._buckets:
-            bucket.drop_gradients()
+            drop_gradients(bucket)
         self._held.clear()
 
     def _begin_pass(self) -> None:

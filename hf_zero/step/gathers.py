@@ -47,7 +47,7 @@ class Gather:
     def start(self, bucket: Bucket) -> Handle:
         """Starts filling `bucket.flat`, whose memory is allocated, from each rank's `bucket.memory.source`."""
         memory = bucket.memory
-        return start_all_gather(bucket, memory.shown, memory.source, bucket.label(GATHER))
+        return start_all_gather(bucket, memory.shown, memory.source, bucket.labels[GATHER])
 
     def starter_of(self, bucket: Bucket) -> Callable[[], Handle]:
         """Prepares a gather repeated in each step; returns a function without arguments for `start`."""
@@ -55,7 +55,7 @@ class Gather:
         if type(self) is not Gather or (self.is_exact and memory.casts):
             return partial(self.start, bucket)
         flat, own = _sendable(bucket, memory.flat, memory.source)
-        return bucket.group.transport.prepare_all_gather(flat, own, bucket.label(GATHER))
+        return bucket.group.transport.prepare_all_gather(flat, own, bucket.labels[GATHER])
 
     @property
     def rounding(self) -> Callable[[torch.Tensor], None] | None:

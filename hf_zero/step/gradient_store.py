@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from ..buckets.all_buckets import await_gradients
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.clipped_gradient import widen
+from ..buckets.gradients import are_in_slots, lay_gradients
 from ..buckets.memory import clear_padding
 from ..comm.steps_in_order import StepsInOrder
 from ..comm.transport import Handle
@@ -186,7 +187,7 @@ class GradientStore(ABC):
             return False
         if self._accumulates(bucket):
             flat = self._lasting_buffer(bucket)
-            if not bucket.are_in_slots(flat, gradients):
+            if not are_in_slots(bucket, flat, gradients):
                 return False
             self._open[bucket] = flat
             if bucket.share != 1.0:
@@ -224,7 +225,7 @@ class GradientStore(ABC):
         # The second sum is added to the first one, which must be finished.
         self.finish(bucket)
         # The first result may still be copied out of the buffer, which is filled again.
-        bucket.await_gradient()
+        bucket.arrival.wait()
         late = [(slot, self._late.pop(slot)) for slot in bucket.slots if slot in self._late]
         for slot, gradient in late:
             self.put(slot, gradient)
@@ -301,7 +302,7 @@ class GradientStore(ABC):
                 held = (row for row in bucket.rows if row.tensor.grad is not None)
                 going_on = {row for row in held if row.slot.continues or bucket in self._again}
                 self._again.discard(bucket)
-            bucket.arrival = self._deliver(bucket, going_on)
+            bucket.arrival.pending = self._deliver(bucket, going_on)
             self._arriving.append(bucket)
 
     def finish_all(self) -> None:
@@ -356,11 +357,11 @@ def add_or_set(
     """
     if going_on:
         take = _sum_into(zip(bucket.rows, bucket.row_views.of(target)), going_on, sets=target is not reduced)
-        return d2h.start_sum(take, reduced, bucket.arrival)
+        return d2h.start_sum(take, reduced, bucket.arrival.pending)
     # An earlier sum or copy may still write to this memory.
-    bucket.await_gradient()
+    bucket.arrival.wait()
     arrival = ARRIVED if target is reduced else d2h.start_copy(target, reduced)
-    bucket.lay_gradients(target)
+    lay_gradients(bucket, target)
     return arrival
 
 

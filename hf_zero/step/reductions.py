@@ -28,7 +28,7 @@ class Reduction:
 
         `out` may be this rank's slice of `flat`. The contents of `flat` are undefined afterwards.
         """
-        return bucket.group.transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
+        return bucket.group.transport.start_reduce_scatter(flat, out, bucket.labels[self._kind])
 
     def end_pass(self) -> None:
         """Called on every rank when all reductions of a backward pass have ended."""
@@ -59,7 +59,7 @@ class ReplicatedReduction(Reduction):
     """An all-reduce, for buckets whose parameters every rank steps; `out` may be `flat` itself."""
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label, transport = bucket.label("all-reduce gradients"), bucket.group.transport
+        label, transport = bucket.labels["all-reduce gradients"], bucket.group.transport
         handle = transport.start_all_reduce(flat, label)
         if out.data_ptr() == flat.data_ptr():
             return handle
@@ -98,7 +98,7 @@ class HybridReduction(Reduction):
         self._kind = f"all-reduce {of}"
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label, transport = bucket.label(self._kind), bucket.group.transport
+        label, transport = bucket.labels[self._kind], bucket.group.transport
         steps = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
             lambda: transport.start_all_reduce(out, label),

@@ -11,6 +11,7 @@ import torch
 from ..allocation import Reservation, reserve
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.clipped_gradient import widen
+from ..buckets.gradients import hold_gradients
 from ..buckets.memory import clear_padding
 from ..buckets.sharded_gradient import GradientState, ShardedGradient
 from ..comm.transport import Handle
@@ -129,7 +130,7 @@ class ShardedGradients(GradientStore):
         is_taken = super().put_whole(bucket, gradients)
         if is_taken:
             # As in `put`.
-            bucket.hold_gradients()
+            hold_gradients(bucket)
         return is_taken
 
     def _accumulates(self, bucket: Bucket) -> bool:
@@ -153,7 +154,7 @@ class ShardedGradients(GradientStore):
             return
         self.finish(bucket)
         # The shard may still be copied out of the buffer, which is filled again.
-        bucket.await_gradient()
+        bucket.arrival.wait()
         self.put(slot, gradient)
 
     def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:
@@ -309,7 +310,7 @@ class ShardedGradients(GradientStore):
         for row in held:
             widen(row.tensor)
             row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
-        bucket.forget_laid()
+        bucket.laid = None
         self._keep_shard(bucket, shard)
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:

@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import GRADIENT_OF, ParameterSlot, Row
+from ..buckets.all_buckets import await_gradients
+from ..buckets.bucket import BUCKET_OF, ParameterSlot, Row
+from ..buckets.gradients import GRADIENT_OF
 from ..buckets.sharded_gradient import ShardedGradient
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
@@ -206,9 +208,8 @@ class ShardedOptimizer:
         def zero_grad(*args, **kwargs) -> None:
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
             if not set_to_none:
-                for row in self.rows:
-                    # A running copy would overwrite the zeros with the old gradient.
-                    row.slot.bucket.await_gradient()
+                # A running copy would overwrite the zeros with the old gradient.
+                await_gradients(set(map(BUCKET_OF, self.rows)))
             self._stock_zero_grad(*args, **kwargs)
             # At stage 3 parameters may be guarded. Without this context, torch would call the guard at each access to `grad`.
             with look_only():

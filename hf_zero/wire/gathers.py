@@ -31,5 +31,5 @@ class QuantisedGather(Gather):
         group = bucket.group
         if group.groups.shard_size == 1 or bucket.key.is_packed:
             return super().start(bucket)
-        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(GATHER)
+        flat, own, label = bucket.flat, bucket.memory.source, bucket.labels[GATHER]
         return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)

@@ -41,7 +41,7 @@ class Route:
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         """See `Reduction.start`."""
-        label, group, unsent = bucket.label("reduce-scatter gradients"), bucket.group, self._unsent.of(bucket)
+        label, group, unsent = bucket.labels["reduce-scatter gradients"], bucket.group, self._unsent.of(bucket)
         return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
 
 
@@ -77,7 +77,9 @@ class BetweenGroups(Route):
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
         part = out.view(group.size, -1)[group.index]
-        scattered, gathered = (bucket.label(f"{verb} shards of gradients") for verb in ("reduce-scatter", "all-gather"))
+        scattered, gathered = (
+            bucket.labels[f"{verb} shards of gradients"] for verb in ("reduce-scatter", "all-gather")
+        )
         steps = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
             lambda: reduce_scatter_blocks(transport, format, out, part, self._between.of(bucket), group, scattered),
@@ -185,7 +187,7 @@ class QuantisedReduction(Reduction):
             handle.finish()
             sampling.norms = (torch.linalg.vector_norm(out.float() - exact), torch.linalg.vector_norm(exact))
 
-        return Handle(bucket.label("reduce-scatter gradients"), transport.ledger, complete)
+        return Handle(bucket.labels["reduce-scatter gradients"], transport.ledger, complete)
 
     def end_pass(self) -> None:
         for group, sampling in self._samplings.items():

@@ -42,7 +42,7 @@ from training import (
 
 from hf_zero import ConfigError
 from hf_zero.arithmetic.flat import has_triton, runs_triton, uses_kernels
-from hf_zero.buckets.bucket import laid_gradients_of
+from hf_zero.buckets.gradients import laid_gradients_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.buckets.runs import runs_of
 from hf_zero.engine.engine import ZeroEngine
