@@ -25,7 +25,10 @@ _IN_CHUNKS = _Part(
     words="the loss in chunks",
     line='SFTConfig(loss_type="chunked_nll") with TRL, or on a GPU TrainingArguments(use_liger_kernel=True)',
 )
-_RECOMPUTED = _Part(words="activation checkpointing", line=f"TrainingArguments({checkpointing_argument()}=True)")
+_RECOMPUTED = _Part(
+    words="activation checkpointing",
+    line=f"TrainingArguments({checkpointing_argument()}=True), or model.{checkpointing_argument()}_enable() before prepare",
+)
 _IN_HOST_MEMORY = _Part(words="activations in host memory", line="--zero ...,offload.activations=cpu")
 _IN_HALVES = _Part(
     words="half the rows a micro-batch and twice as many micro-batches",

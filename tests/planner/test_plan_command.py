@@ -78,9 +78,11 @@ def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
     least = min(needed.values())
     # What a forward saves, too, has no room: layers are recomputed, or their activations go to host memory.
     both = " ".join(hf_zero(*asked, "--gpu-memory", int(0.75 * least)).output.split())
-    assert (
-        "With the loss in chunks and activation checkpointing," in both and f"{checkpointing_argument()}=True" in both
-    )
+    assert "With the loss in chunks and activation checkpointing," in both
+    # For Trainer, and for a script's own loop.
+    argument = checkpointing_argument()
+    assert f"TrainingArguments({argument}=True), or model.{argument}_enable() before prepare" in both
+    assert callable(getattr(GPT2LMHeadModel, f"{argument}_enable"))
     moved = hf_zero(
         *asked, "--gpu-memory", int(0.75 * least), "--chunked-loss", "--host-memory", "64GB", "--offload-activations"
     )
