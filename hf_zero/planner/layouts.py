@@ -520,7 +520,7 @@ def _pieces(layout: Layout) -> list[Piece]:
     for number, bucket in enumerate(layout.buckets):
         cost = bucket.cost
         key = (bucket.unit, bool(bucket.unit) or number) if layout.config.stage == 3 else number
-        before = found.get(key, Piece(numel=0, reduce_bytes=0, gather_bytes=0))
+        before = found.get(key, Piece(numel=0, reduce_bytes=0, gather_bytes=0, reduce_calls=0, gather_calls=0))
         reduce_bytes, encoding_bytes = _reduced(layout.config, cost)
         gather_bytes, gather_encoding_bytes = _gathered(layout.config, bucket)
         found[key] = Piece(
@@ -529,6 +529,9 @@ def _pieces(layout: Layout) -> list[Piece]:
             gather_bytes=before.gather_bytes + gather_bytes,
             encoding_bytes=before.encoding_bytes + encoding_bytes,
             gather_encoding_bytes=before.gather_encoding_bytes + gather_encoding_bytes,
+            reduce_calls=before.reduce_calls + _calls(reduce_bytes, layout.config.comm.gradients != "none"),
+            gather_calls=before.gather_calls + _calls(gather_bytes, gather_encoding_bytes > 0),
+            in_layer=bool(bucket.unit),
         )
     return list(found.values())
 
@@ -556,6 +559,11 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
     if config.comm.weights == "none" or not bucket.cost.trained:
         return nbytes, 0
     return int(numel * (1 + _SCALE_BYTES)), int(numel + nbytes + bucket.cost.layout.shard_numel * 5)
+
+
+def _calls(nbytes: int, in_blocks: bool) -> int:
+    """Returns the number of collectives that send a bucket's bytes: codes and scales of blocks are sent separately."""
+    return (2 if in_blocks else 1) if nbytes else 0
 
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:

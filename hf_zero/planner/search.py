@@ -116,11 +116,11 @@ class Machine:
             return self.node_bytes_a_second
         return min(self.node_bytes_a_second, self.link_bytes_a_second * ranks / nodes)
 
-    def collective_s(self, nbytes: float, ranks: int, nodes: int) -> float:
-        """Estimates a reduce-scatter or an all-gather of `nbytes` bytes in total: latency, and bytes by bandwidth."""
+    def collective_s(self, nbytes: float, ranks: int, nodes: int, calls: int = 1) -> float:
+        """Estimates a reduce-scatter or an all-gather of `nbytes` bytes in total: latency of the calls, bytes by bandwidth."""
         if ranks == 1 or not nbytes:
             return 0.0
-        return self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
+        return calls * self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
 
 
 # ---- The time of a step, bucket by bucket: kernels in one queue, collectives in another ----
@@ -129,9 +129,9 @@ class Machine:
 # all its gradients are computed and the previous bucket has left the link. Above stage 0, `GRAD_BUFFERS` buckets exist at a
 # time, and backward waits for the oldest one. The exception is stage 1 with accumulated micro-batches, where each bucket has
 # its own buffer. After the last reduction and the optimizer's step, stages 1 and 2 gather the parameters in the order of the
-# next forward, which waits for each. Stage 3 gathers a unit for its forward and again for its backward, `prefetch_units`
-# ahead, over the same link as the reductions. The work of forward and backward is divided among buckets by their elements. The
-# simulated step is one in the middle of a run, from one optimizer step to the next.
+# next forward, which waits for each. Stage 3 gathers each unit for its forward, and each layer except the last again for its
+# backward, `prefetch_units` ahead, over the same link as the reductions. The work of forward and backward is divided among
+# buckets by their elements. The simulated step is one in the middle of a run, from one optimizer step to the next.
 #
 # [Note: the simulated offload] Offloaded state is stepped on the accelerator or on the host.
 #
@@ -155,6 +155,8 @@ class Piece:
         reduce_bytes, gather_bytes: bytes of gradients and of parameters on the link; 0 if not sent.
         encoding_bytes, gather_encoding_bytes: device memory traffic of a rank to encode and decode gradients, and parameters,
             with fewer bits.
+        reduce_calls, gather_calls: collectives that send these bytes; codes and their scales are sent by two.
+        in_layer: False for stage 3's parameters outside of layers, which are whole from the forward to the end of the backward.
     """
 
     numel: int
@@ -162,6 +164,9 @@ class Piece:
     gather_bytes: int
     encoding_bytes: int = 0
     gather_encoding_bytes: int = 0
+    reduce_calls: int = 1
+    gather_calls: int = 1
+    in_layer: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,19 +300,19 @@ class _Simulation:
 
     def _reduce_s(self, piece: Piece) -> float:
         """Returns the seconds to reduce a piece's gradients. Encoding precedes the collective, and decoding follows it."""
-        return self._seconds(piece.reduce_bytes, piece.encoding_bytes)
+        return self._seconds(piece.reduce_bytes, piece.encoding_bytes, piece.reduce_calls)
 
     def _gather_s(self, piece: Piece) -> float:
-        return self._seconds(piece.gather_bytes, piece.gather_encoding_bytes)
+        return self._seconds(piece.gather_bytes, piece.gather_encoding_bytes, piece.gather_calls)
 
-    def _seconds(self, nbytes: float, encoding_bytes: float) -> float:
+    def _seconds(self, nbytes: float, encoding_bytes: float, calls: int) -> float:
         encoding_s = encoding_bytes / self._machine.memory_bytes_a_second
-        return self._machine.collective_s(nbytes, self._ranks, self._nodes) + encoding_s
+        return self._machine.collective_s(nbytes, self._ranks, self._nodes, calls) + encoding_s
 
     def _forward(self, now: float, *, after_step: bool) -> float:
         order = list(reversed(self._pieces))
         if self._config.stage == 3:
-            return self._through_units(order, now, self._work.forward_flops, reduces=False)
+            return self._through_units(order, now, self._work.forward_flops, reduces=False, gathered=range(len(order)))
         arrived = [0.0] * len(order)
         if after_step and self._config.stage > 0:
             arrived = [self._link.send(now, self._gather_s(piece)) for piece in order]
@@ -317,8 +322,12 @@ class _Simulation:
 
     def _backward(self, now: float, *, reduces: bool) -> float:
         if self._config.stage == 3:
-            again = self._config.reshard_after_forward is not False
-            return self._through_units(self._pieces, now, self._work.backward_flops, reduces=reduces, gathers=again)
+            reshards = self._config.reshard_after_forward is not False
+            layers = [index for index, piece in enumerate(self._pieces) if piece.in_layer and reshards]
+            # The last layer of the forward stays, because backward begins with it.
+            return self._through_units(
+                self._pieces, now, self._work.backward_flops, reduces=reduces, gathered=layers[1:]
+            )
         # Stage 0 all-reduces, which costs as much as a reduce-scatter and an all-gather.
         times = 2 if self._config.stage == 0 else 1
         has_whole = self._config.stage == 0 or (self._config.stage == 1 and self._work.micro_batches > 1)
@@ -333,16 +342,16 @@ class _Simulation:
         return max([now, *under_way])
 
     def _through_units(
-        self, order: Sequence[Piece], now: float, flops: float, *, reduces: bool, gathers: bool = True
+        self, order: Sequence[Piece], now: float, flops: float, *, reduces: bool, gathered: Sequence[int]
     ) -> float:
-        """Simulates units of stage 3: each is gathered before its use, and reduced after its backward."""
+        """Simulates units of stage 3. The units with these indices are gathered before their use."""
         ahead = self._config.prefetch_units
         arrived: dict[int, float] = {}
         under_way: deque[float] = deque()
         fetch = self._work.fetched_bytes / self._machine.host_bytes_a_second
         for index, piece in enumerate(order):
             for wanted in range(index, min(len(order), index + 1 + ahead)):
-                if gathers and wanted not in arrived:
+                if wanted in gathered and wanted not in arrived:
                     share = order[wanted].numel / self._numel
                     arrived[wanted] = self._link.send(now, self._gather_s(order[wanted]) + fetch * share)
             if reduces and len(under_way) >= GRAD_BUFFERS:

@@ -290,18 +290,17 @@ def test_state_is_fetched_during_backward_as_far_as_backward_frees_memory():
 
 
 def test_units_that_stay_whole_are_gathered_once():
-    both = [
-        simulate(
-            pieces(20, 10**8),
-            ZeroConfig(stage=3, reshard_after_forward=reshards),
-            Machine(nodes=4),
-            WORK,
-            ranks=32,
-            nodes=4,
-        ).communication_s
-        for reshards in (True, False)
-    ]
-    assert both[0] == pytest.approx(1.5 * both[1])
+    layers = pieces(20, 10**8)
+    root = replace(layers[0], in_layer=False)
+    shards_all = ZeroConfig(stage=3)
+
+    def communication_s(units: list[Piece], config: ZeroConfig) -> float:
+        return simulate(units, config, Machine(nodes=4), WORK, ranks=32, nodes=4).communication_s
+
+    once_s = communication_s(layers, replace(shards_all, reshard_after_forward=False)) / 40
+    # Twenty gathers in the forward, and twenty reductions. The last layer stays for the backward.
+    assert communication_s(layers, shards_all) == pytest.approx((20 + 19 + 20) * once_s)
+    assert communication_s([root, *layers[1:]], shards_all) == pytest.approx((20 + 18 + 20) * once_s)
 
 
 def test_texts_are_planned_with_the_longest_of_the_first_rows():
