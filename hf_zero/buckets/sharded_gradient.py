@@ -187,6 +187,8 @@ class ShardedGradient(torch.Tensor):
     def _add(self, gradient: torch.Tensor) -> None:
         if self.is_spent:
             return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         # Never written in place, because autograd may pass the same tensor to another parameter.
         self.pending = gradient if self.pending is None else self.pending + gradient
 

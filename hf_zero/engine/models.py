@@ -62,14 +62,21 @@ def joined(
         in_training: the optimizers have already trained the models, so no parameter has been replaced.
 
     Raises:
-        ValueError: an optimizer has parameters of no model, and some parameters of the models have no optimizer. Most likely they
-            were replaced after the optimizer was built.
+        ValueError: an optimizer has a tensor that is no Parameter. Or it has parameters of no model, and some parameters of the
+            models have no optimizer: most likely they were replaced after the optimizer was built.
     """
     of_models = {parameter for model in models for parameter in model.parameters()}
     outside: dict[str, dict[int, nn.Parameter]] = {}
     for number, optimizer in enumerate(optimizers):
         for group_number, group in enumerate(optimizer.param_groups):
             found = {index: p for index, p in enumerate(group["params"]) if p not in of_models}
+            for tensor in found.values():
+                if not isinstance(tensor, nn.Parameter):
+                    raise ValueError(
+                        f"hf_zero: {type(optimizer).__name__} holds a {type(tensor).__name__} of shape {tuple(tensor.shape)} "
+                        "that is no nn.Parameter, such as a buffer with requires_grad, and DDP would leave its gradient on each "
+                        "rank. Make it an nn.Parameter."
+                    )
             if found:
                 outside[f"{_OUTSIDE}{number}].group[{group_number}]"] = found
     trained = [p for parameters in outside.values() for p in parameters.values() if p.requires_grad]

@@ -490,6 +490,10 @@ def _digest_of(values: Sequence[Any]) -> str:
     """Returns a digest of the tensors in a batch, including their dtypes and shapes."""
     digest = hashlib.sha256()
     for value in values:
+        if is_dtensor(value):
+            # Parts of one tensor may differ, so only their form is compared.
+            is_same = all(placement.is_replicate() for placement in value.placements)
+            value = value.to_local() if is_same else value.to_local().new_zeros(()).expand(value.shape)
         if isinstance(value, Mapping):
             digest.update(_digest_of(list(value.values())).encode())
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..arithmetic.flat import FLOAT_DTYPES
 from ..buckets.packed import is_packed, refuse_inner_tensors, refuse_unpackable
@@ -13,9 +14,9 @@ from ..config import AUTO, ConfigError, ZeroConfig
 from ..hooks.weak import engine_attached_to
 from ..optimizer.scope import find_scope
 from ..optimizer.trial import UpdateScope
-from .buffers import ignored_parameters
+from .buffers import ignored_by_ddp, ignored_parameters
 from .models import Models
-from .split_model import SplitModel
+from .split_model import SplitModel, is_dtensor
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP averages its gradients",
@@ -199,6 +200,31 @@ def refuse_meta(model: nn.Module) -> None:
             f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
             "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
         )
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"hf_zero: {lazy[0]!r} of a lazy module has no shape yet. Run a forward before accelerator.prepare and before the "
+            "optimizer is built."
+        )
+
+
+def _refuse_without_flat_memory(model: nn.Module, ignored: frozenset[nn.Parameter]) -> None:
+    """Raises `ValueError` for sparse and nested parameters and buffers, and for buffers that are DTensors, as DDP does."""
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored and (parameter.layout is not torch.strided or parameter.is_nested):
+            kind = "nested" if parameter.is_nested else f"of layout {parameter.layout}"
+            raise ValueError(
+                f"hf_zero: the parameter {name!r} is {kind}, and buckets hold dense tensors (torch.strided). Train a dense "
+                "Parameter, and convert it in the layer's forward."
+            )
+    left_out = ignored_by_ddp(model)
+    for name, buffer in model.named_buffers():
+        is_strange = buffer.layout is not torch.strided or buffer.is_nested or is_dtensor(buffer)
+        if is_strange and name not in left_out:
+            raise ValueError(
+                f"hf_zero: the buffer {name!r} is a {type(buffer).__name__} of layout {buffer.layout}, and rank 0's buffers are "
+                "sent as dense tensors (torch.strided). Keep it in a plain attribute of the module."
+            )
 
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
@@ -214,6 +240,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
         )
     refuse_meta(model)
     ignored = ignored_parameters(model)
+    _refuse_without_flat_memory(model, ignored)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
     if not trained and config.stage < 3:
         raise ValueError(

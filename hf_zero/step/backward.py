@@ -379,10 +379,8 @@ class Gradients:
                 "loss.backward() without create_graph."
             )
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
-                "with sparse=False."
-            )
+            # Of an embedding with `sparse=True`. A flat bucket has room for all of its rows.
+            gradient = gradient.to_dense()
         if not is_readable:
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so "
