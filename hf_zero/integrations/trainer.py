@@ -34,7 +34,7 @@ from ..hooks.mixins import mix_in
 from ..hooks.replaced import replaced
 from ..hooks.weak import engine_attached_to
 from ..presence.error_hook import naming_lost_ranks
-from ..stage3.sharded_model import computing_in
+from ..stage3.evaluation_dtype import computing_in
 from .accelerator import ZeroAcceleratorMixin
 from .damaged_files import named_when_damaged, named_when_of_another_model
 from .evaluators import evaluators_on_all_ranks

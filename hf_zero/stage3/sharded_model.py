@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.packed import CodesInPlace, beside_packed, take_out_scales
+from ..buckets.packed import CodesInPlace, take_out_scales
 from ..buckets.sharded_parameter import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
@@ -265,45 +265,3 @@ def _is_behind_exception() -> bool:
     trace = None if error is None else error.__traceback__
     # The frame that handles an exception is the first in its traceback. An outer frame may be handling a different exception.
     return trace is not None and trace.tb_frame is caller_of_hook()
-
-
-# Forwards in a dtype different from training, such as an evaluation in bfloat16. The stored parameters do not change.
-
-
-@contextmanager
-def computing_in(model: nn.Module, sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Makes floating-point parameters and buffers `dtype` inside, as `model.to(dtype)` does. Not for training; collective."""
-    spared = beside_packed(model) | sharded.unit_of.keys()
-    whole = {p: p.data for p in model.parameters() if p not in spared and p.is_floating_point()}
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    ]
-    try:
-        _read_as(sharded, dtype)
-        _hang({parameter: values.to(dtype) for parameter, values in whole.items()})
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.to(dtype)
-        yield
-    finally:
-        _read_as(sharded, None)
-        _hang(whole)
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-
-
-def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
-    for parameter, data in values.items():
-        parameter.data = data
-
-
-def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
-    # Whole parameters have the previous dtype and must be gathered again.
-    sharded.schedule.reshard_all()
-    for unit in sharded.schedule.units:
-        unit.forms.forget()
-    for unit, slot in sharded.unit_of.values():
-        unit.memories[slot.bucket].read_as = None if slot.bucket.key.is_packed else dtype
-        unit.set_data(slot)

@@ -21,7 +21,7 @@ from ..buckets.all_buckets import (
     rows_with_gradient,
     unsharded,
 )
-from ..buckets.bucket import BUCKET_OF, Bucket, ParameterSlot, Row
+from ..buckets.bucket import BUCKET_OF, Bucket, Row
 from ..buckets.memory import UnshardedMemory
 from ..comm.waits import Label
 from ..config import AUTO, ConfigError
@@ -36,16 +36,15 @@ from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
 from ..layout import gradient_buffers
 from ..offload.device_window import DeviceWindow
-from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.row_state import identity_of
 from ..optimizer.shared_settings import SharedSettings
-from ..stage3.unit import Unit
 from .backward import Gradients, no_signal
 from .gradient_store import GradientStore, GradientTarget
 from .row_writes import RowWrites
 from .sharded_gradients import choose_store
 from .sharded_optimizer import ShardedOptimizer
 from .step_context import StepContext
+from .step_replicas import StepReplicas
 from .uncounted_edits import UncountedEdits
 
 # [Note: the order of a step]
@@ -148,6 +147,7 @@ class TrainingStep(StepContext):
         ]
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
+        self._replicas: StepReplicas | None = None
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
@@ -185,15 +185,13 @@ class TrainingStep(StepContext):
             entries: maps each module that the script calls to the model inside.
         """
         self._entries = dict(entries)
-        replicas = self._parts.replicas
-        if replicas is not None:
-            self._parts.parameter_gather.replicas = replicas
-            self._watch_values(replicas, self.log.step + 1)
-            for sharded, buckets in self._by_optimizer():
-                replicas.after_update(sharded.optimizer, buckets)
+        parts, optimizers = self._parts, [sharded.optimizer for sharded in self.optimizers]
+        if parts.replicas is not None:
+            stepped = [*zip(optimizers, self._buckets_of_optimizers)]
+            units = self._schedule.units if self._gathers_layers else ()
+            self._replicas = StepReplicas(parts.replicas, stepped, parts.parameter_gather, units, self.log)
         self._waits_at_the_root, self._compiled_frames = any(map(is_compiled, entries)), compiled_frames()
         self._begins = WeakHook(self, TrainingStep._before_forward)
-        optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self.gradients.install(),
             *chain.from_iterable(self._watch(model, entry) for entry, model in entries.items()),
@@ -329,7 +327,8 @@ class TrainingStep(StepContext):
         self.settings.clip = None if isinstance(max_norm, torch.Tensor) else (float(max_norm), float(norm_type))
         bad = nonfinite.look(measured, at_all=is_of_all)
         if bad is not None:
-            self._look_for_flipped_bits()
+            if self._replicas is not None:
+                self._replicas.compare_now()
             nonfinite.found(bad, rows)
         replicas = self._parts.replicas
         if replicas is not None:
@@ -352,35 +351,6 @@ class TrainingStep(StepContext):
             # Compare parameters, not rows: all ranks must get the same answer.
             self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
         return self._found
-
-    def _look_for_flipped_bits(self) -> None:
-        """Compares replicas before gradients are reported as bad, because corrupted parameters are a common cause."""
-        replicas, step = self._parts.replicas, self.log.step
-        if replicas is not None:
-            self._parts.parameter_gather.finish_all()
-            for sharded, buckets in self._by_optimizer():
-                replicas.before_update(step, sharded.optimizer, buckets)
-            replicas.compare(step + 1, self._changes_of_gathered())
-
-    def _watch_values(self, replicas: ReplicaCheck, step: int) -> None:
-        """Records checksums of values that last for less than a step, if copies are compared before this step's update."""
-        replicas.watch(step)
-        for unit in self._units:
-            unit.unseen.watch(is_told=replicas.watches)
-
-    def _changes_of_gathered(self) -> list[tuple[list[ParameterSlot], torch.Tensor]]:
-        """Returns and clears the findings of `UnseenEdits` for all ranks."""
-        found = [unit.unseen.for_all_ranks for unit in self._units]
-        for unit in self._units:
-            unit.unseen.for_all_ranks = None
-        return [each for each in found if each is not None]
-
-    @property
-    def _units(self) -> Sequence[Unit]:
-        return self._schedule.units if self._gathers_layers else ()
-
-    def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
-        yield from zip(self.optimizers, self._buckets_of_optimizers)
 
     # ---- failed passes ----
 
@@ -538,15 +508,9 @@ class TrainingStep(StepContext):
             self.gradients.settings_differ = False
             refuse_disagreement(self.settings.facts(), self.gradients.transport.exchange)
         self._parts.parameter_places.before_step()
-        replicas = self._parts.replicas
-        if replicas is not None:
-            replicas.before_update(self.log.step, optimizer, buckets)
+        if self._replicas is not None:
             # Compare in each of the first steps. Otherwise `_uncounted_edits` would report a flipped bit as a script's edit.
-            if is_first and (self._uncounted_edits.watched or replicas.is_due(self.log.step + 1)):
-                replicas.compare(self.log.step + 1, self._changes_of_gathered())
-            if is_first:
-                # Watch for the next comparison from here on, since this update's gathers precede it.
-                self._watch_values(replicas, self.log.step + 2)
+            self._replicas.before_update(index, always_compares=bool(self._uncounted_edits.watched))
         if is_first:
             for allocation in self.allocations:
                 allocation.before_step()

@@ -48,7 +48,7 @@ from hf_zero.buckets import gathered_memory
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.mixins import mix_in
 from hf_zero.hooks.weak import engine_attached_to
-from hf_zero.stage3.sharded_model import computing_in
+from hf_zero.stage3.evaluation_dtype import computing_in
 
 pytestmark = pytest.mark.timeout(120)
 # In the short run, `test_no_setting_changes_a_digit` has the others alone.
