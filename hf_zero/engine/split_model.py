@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..arithmetic.checksums import checksum
 from ..buckets.bucket import Bucket
@@ -22,6 +23,8 @@ from ..comm.local import LocalTransport
 from ..comm.model_copies import Agreement, ModelCopies
 from ..comm.transport import DataParallelGroup, Transport
 from ..config import CommConfig, ConfigError, ZeroConfig
+from ..hooks.tensors import is_in_backward
+from ..hooks.weak import WeakHook
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.replicas import ReplicasDivergedError
@@ -412,10 +415,13 @@ class CopyChecks:
         place = split.ranks.index(torch.distributed.get_rank())
         self._held_before = _held_before(copy.exchange((place, split.boxes()), "parts of the model"), place)
 
-    @property
-    def compares_batches(self) -> bool:
-        """Whether the next forward's batch is to be compared."""
-        return self._forwards < _FORWARDS
+    def watch(self, entry: nn.Module) -> list[RemovableHandle]:
+        """Compares the batches of the first training forwards of a module; returns the removable handles."""
+        return [entry.register_forward_pre_hook(WeakHook(self, CopyChecks._before_forward), with_kwargs=True)]
+
+    def _before_forward(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._forwards < _FORWARDS and torch.is_grad_enabled() and not is_in_backward():
+            self.compare_batches(args, kwargs)
 
     def is_first_with(self, name: str) -> bool:
         """Whether this rank is the first of its copy with its part of a parameter."""

@@ -1,10 +1,15 @@
 """Copies of state between host memory and the device for a step there, and a limit on the bytes on the device."""
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..device import allocated_bytes
+from ..hooks.tensors import is_in_backward
+from ..hooks.weak import WeakHook
 from ..pinned_memory import pinned
 from ..queues import Mark, queue_end, side_queue
 from .host_memory import HostCores
@@ -64,6 +69,19 @@ class DeviceWindow:
         """Frees fetched state without a step, because a forward needs the memory."""
         for state in self._stored:
             state.drop_fetch()
+
+    def watch(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, object]) -> list[RemovableHandle]:
+        """Calls `before_layer` before the forward of the first module of each bucket; returns the removable handles."""
+        first_of: dict[object, nn.Module] = {}
+        for module in model.modules():
+            for parameter in filter(bucket_of.__contains__, module.parameters(recurse=False)):
+                first_of.setdefault(bucket_of[parameter], module)
+        hook = WeakHook(self, DeviceWindow._before_forward)
+        return [module.register_forward_pre_hook(hook) for module in dict.fromkeys(first_of.values())]
+
+    def _before_forward(self, module: nn.Module, _args: tuple) -> None:
+        if not is_in_backward():
+            self.before_layer(module)
 
     def before_layer(self, layer: object) -> None:
         """Waits for copies to the host until the layer's activations have room."""

@@ -35,7 +35,6 @@ from ..engine.rank_allocation import RankAllocation
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
 from ..layout import gradient_buffers
-from ..offload.device_window import DeviceWindow
 from ..optimizer.row_state import identity_of
 from ..optimizer.shared_settings import SharedSettings
 from .backward import Gradients, no_signal
@@ -192,47 +191,25 @@ class TrainingStep(StepContext):
             self._replicas = StepReplicas(parts.replicas, stepped, parts.parameter_gather, units, self.log)
         self._waits_at_the_root, self._compiled_frames = any(map(is_compiled, entries)), compiled_frames()
         self._begins = WeakHook(self, TrainingStep._before_forward)
+        # A compiled model waits once before its forward, because its layers may have no calls.
+        window = None if self._waits_at_the_root else parts.tier.window
+        buckets = {parameter: slot.bucket for parameter, slot in parts.slot_of.items()}
         return [
             *self.gradients.install(),
             *chain.from_iterable(self._watch(model, entry) for entry, model in entries.items()),
             *self.row_writes.watch(models_in(self._model), optimizers, self._config),
-            *self._watch_layers(),
+            *(window.watch(self._model, buckets) if window is not None else ()),
         ]
 
-    def _watch_layers(self) -> list:
-        """Registers a hook on the first module of each bucket, if state is copied to host memory during forward."""
-        parts = self._parts
-        window = parts.tier.window
-        if window is None or self._waits_at_the_root:
-            return []
-        hook = WeakHook(window, _before_layer)
-        first_of: dict[Bucket, nn.Module] = {}
-        for module in self._model.modules():
-            for parameter in module.parameters(recurse=False):
-                slot = parts.slot_of.get(parameter)
-                if slot is not None:
-                    first_of.setdefault(slot.bucket, module)
-        return [module.register_forward_pre_hook(hook) for module in dict.fromkeys(first_of.values())]
-
     def _watch(self, model: nn.Module, entry: nn.Module) -> list:
+        copies = self._parts.copies
         return [
             entry.register_forward_pre_hook(self._begins),
             # Also after an exception. Otherwise the hooks of `offload.activations` would stay, and the root would seem to run.
             entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
-            *self._watch_batches(entry),
+            *(copies.watch(entry) if copies is not None else ()),
             *self._parts.parameter_places.watch(model, entry),
         ]
-
-    def _watch_batches(self, entry: nn.Module) -> list:
-        if self._parts.copies is None:
-            return []
-        hook = WeakHook(self, TrainingStep._compare_batches)
-        return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
-
-    def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-        copies = self._parts.copies
-        if copies and copies.compares_batches and torch.is_grad_enabled() and not is_in_backward():
-            copies.compare_batches(args, kwargs)
 
     def _enter(self, state: TrainingState) -> None:
         self.log.site = state.value
@@ -628,11 +605,6 @@ class TrainingStep(StepContext):
             parts.tier.h2d.hold_up_device()
         if parts.parameter_tier.files is not None:
             parts.parameter_tier.files.end_step()
-
-
-def _before_layer(window: DeviceWindow, module: nn.Module, _args: tuple) -> None:
-    if not is_in_backward():
-        window.before_layer(module)
 
 
 def _refuse_inside_backward() -> None:
