@@ -253,16 +253,18 @@ class GatheredParameters:
     def refuse_other_values(self, module: nn.Module, state_dict: Mapping[str, object], purpose: str) -> None:
         """Compares a state dict with those of the other ranks before it is loaded. Collective.
 
-        Buffers may differ, because each rank has its own.
+        Buffers may differ, because each rank has its own. Values that are the module's own parameters are not compared: torch's
+        DCP helpers fill names that are missing in a state with them.
 
         Raises:
             ValueError: on all ranks, naming the first difference. Otherwise each rank would load its shard of a different model.
         """
         own = {name for name, _ in module.named_buffers()}
+        held = {id(parameter) for parameter in module.parameters()}
         tensors = {
             name: value.detach()
             for name, value in state_dict.items()
-            if name not in own and isinstance(value, torch.Tensor) and not value.is_meta
+            if name not in own and isinstance(value, torch.Tensor) and id(value) not in held and not value.is_meta
         }
         sums = checksums(tensors)
         facts = {name: f"{sums[name]:016x} of {tuple(value.shape)}" for name, value in tensors.items()}

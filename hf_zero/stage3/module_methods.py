@@ -300,9 +300,12 @@ class ModuleMethods:
         try:
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         finally:
+            values = {id(value) for value in state_dict.values()}
             for slot, unit in sharded.items():
-                # If the load has not written a parameter (a key of a different shape), its shard stays: this memory is empty.
-                unit.store(slot, written=slot.parameter._version != versions[slot])
+                # If the load has not written a parameter (a key of a different shape), its shard stays: this memory is empty. The
+                # same if a parameter is its own value, as torch's DCP helpers fill names that are missing in a state.
+                is_written = slot.parameter._version != versions[slot] and id(slot.parameter) not in values
+                unit.store(slot, written=is_written)
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:

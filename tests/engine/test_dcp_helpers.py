@@ -12,8 +12,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 from hf_zero import ZeroEngine
@@ -95,3 +97,55 @@ def test_before_the_first_step_the_state_is_that_of_ddp_and_no_step_is_counted(r
     assert are_equal(get_optimizer_state_dict(model, optimizer), theirs)
     assert engine.steps_taken == 0 and not optimizer.state
     engine.close()
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and trained ones around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.frozen, self.after = nn.Linear(8, 9), nn.Linear(9, 9), nn.Linear(9, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.after(self.frozen(self.before(values)))
+
+
+def trained_around_frozen(
+    rank: int, settings: dict[str, Any] | None, options: StateDictOptions, load: States | None = None
+) -> tuple[list[float], States]:
+    """Losses of three steps and the states at their end, after a load into a model of other values if there is one."""
+    torch.manual_seed(0 if load is None else 1)
+    model = Adapted()
+    if load is not None:
+        torch.manual_seed(0)
+        model.frozen.load_state_dict(Adapted().frozen.state_dict())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    entry, engine = engine_or_ddp(model, optimizer, settings)
+    if load is not None:
+        weights, state = copy.deepcopy(load) if not (rank and options.broadcast_from_rank0) else ({}, {})
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    generator = torch.Generator().manual_seed(rank)
+    losses = [take_step(entry(torch.randn(4, 8, generator=generator)).square().mean(), optimizer) for _ in range(3)]
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    if engine is not None:
+        engine.close()
+    return losses, states
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@on_shared_ranks
+def test_states_without_frozen_parameters_are_those_of_ddp_and_load(rank, world_size, is_full):
+    options = StateDictOptions(ignore_frozen_params=True, full_state_dict=is_full, strict=False)
+    losses, states = trained_around_frozen(rank, None, options)
+    assert not any("frozen" in name for name in states[0])
+    further = trained_around_frozen(rank, None, options, states)
+    for settings in (
+        *({"stage": stage} for stage in range(3)),
+        {"stage": 3, "unit_bytes": 0},
+        {"stage": 3, "unit_bytes": 0, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    ):
+        mine = trained_around_frozen(rank, settings, options)
+        assert mine[0] == losses and are_equal(list(mine[1]), list(states)), settings
+        loaded = trained_around_frozen(rank, settings, options, states)
+        assert loaded[0] == further[0] and are_equal(list(loaded[1]), list(further[1])), settings
