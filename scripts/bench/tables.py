@@ -396,6 +396,9 @@ def encoders(record: Record) -> dict[str, str]:
             return "an error"
         if not of_ranks:
             return None
+        of_ranks = [row for row in of_ranks if name in row]
+        if not of_ranks:
+            return None
         measured = sorted({str(row["stage"]) for row in of_ranks})
         only = "" if measured == stages_of[ranks] else f" (stage {', '.join(measured)})"
         return format(max(row[name] for row in of_ranks), ".0e").replace("0e+00", "0") + only
@@ -413,6 +416,11 @@ def encoders(record: Record) -> dict[str, str]:
             ),
             ("weights", lambda cell, n=ranks: worst(cell, n, "weight_difference")),
         ]
+        if any("rounding" in row for row in record["rows"] if row["ranks"] == ranks):
+            columns += [
+                ("reference's own rounding", lambda cell, n=ranks: worst(cell, n, "rounding")),
+                ("losses in float64", lambda cell, n=ranks: worst(cell, n, "float64_difference")),
+            ]
     run = (
         f"{record['cpu_model']}, {record['cores']} cores, cpu; torch {record['torch']}, transformers {record['transformers']}, "
         f"sentence-transformers {record['versions']['sentence-transformers']}; commit {record['commit']}, {record['date'][:10]}."

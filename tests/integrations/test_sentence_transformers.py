@@ -84,6 +84,7 @@ def test_auto_knows_the_activations_of_texts_and_trains_as_ddp(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", encoders.CELLS)
 def test_every_loss_is_ddps_at_every_stage(name, world_size, tmp_path):
