@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
 
 from ..comm.collective_log import LABEL, STARTED, CollectiveLog
 from ..comm.waits import Wait
@@ -73,6 +75,66 @@ class RankReport:
         return f"{who} does not answer: it is held up in a single long call, or its host cannot be reached"
 
 
+class Standing(Enum):
+    """Where another rank is, seen from a rank that waits in a collective."""
+
+    LEFT_STEPS = auto()
+    """The rank has reached the end of its script, and the waiting rank is in a collective of training."""
+    LEFT_CALL = auto()
+    """The rank has reached the end of its script, and the waiting rank is in another call."""
+    ENDED = auto()
+    """The process has ended, or ends with its own error."""
+    SILENT = auto()
+    """The rank does not answer."""
+    HERE = auto()
+    """The rank waits in the same collective."""
+    PAST = auto()
+    """The rank gave up in a collective that the waiting rank has begun as well."""
+    IN_ANOTHER = auto()
+    """The rank waits in another collective."""
+    IN_SCRIPT = auto()
+    """The rank is in another collective, which the script called."""
+    ELSEWHERE = auto()
+    """The rank is in no collective."""
+
+
+_GONE = (Standing.LEFT_STEPS, Standing.LEFT_CALL, Standing.ENDED)
+_APART = (Standing.IN_ANOTHER, Standing.IN_SCRIPT)
+_CULPRITS = (_GONE, (Standing.SILENT,), (Standing.IN_SCRIPT, Standing.ELSEWHERE))
+"""Standings of awaited ranks. Each group counts only if no rank is in an earlier one."""
+
+_EVEN = "Give every rank as many batches (accelerate's even_batches=True), and `break` on all ranks at one step."
+VERDICTS = (
+    (
+        (Standing.LEFT_STEPS,),
+        "Rank {rank} came to its end while rank {own} goes on: the ranks have different numbers of batches or steps. "
+        + _EVEN,
+    ),
+    (
+        # The same happens if a loss is gathered in a loop with different numbers of batches.
+        (Standing.LEFT_CALL,),
+        "Rank {rank} came to its end without the call that rank {own} waits in: {call}. Call it on every rank, outside of "
+        "`if is_main_process`. " + _EVEN,
+    ),
+    (
+        _APART,
+        "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. Make it "
+        "on every rank in the same order, outside of `if is_main_process`.",
+    ),
+    (
+        (Standing.ELSEWHERE, Standing.HERE, Standing.PAST),
+        "Rank {rank} is elsewhere. If it is only slow, set a larger `comm.late_s` (0: never late). Else one rank makes a call "
+        "that another does not: call collectives on every rank, outside of `if is_main_process`.",
+    ),
+    ((Standing.ENDED,), "Look at {ranks}: its own error is the reason."),
+    (
+        (Standing.SILENT, None),
+        "Look at {ranks}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`.",
+    ),
+)
+"""Standings of the ranks that a wait failed for (None: unknown ranks), and the advice. The first row with such a rank applies."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StragglerReport:
     """Compares a wait of this rank with the states of the other ranks.
@@ -99,15 +161,30 @@ class StragglerReport:
     starts: Mapping[str, int] = field(default_factory=dict)
     recent: Sequence[str] = ()
 
-    @property
-    def is_late(self) -> bool:
-        """Whether some rank is blocked or busy elsewhere. False if all ranks wait for the same transfer."""
-        held_up = (
-            rank in self.rank_reports
-            and not (self.rank_reports[rank].is_waiting or self._is_here(self.rank_reports[rank]))
-            for rank in self.culprits
-        )
-        return self.silence is not None or bool(self.others_apart) or any(held_up)
+    @cached_property
+    def standings(self) -> dict[int, Standing]:
+        return {rank: self._standing(each) for rank, each in self.rank_reports.items()}
+
+    def _standing(self, other: RankReport) -> Standing:
+        where = other.where
+        if other.has_left and other.words is None:
+            return Standing.LEFT_CALL if self.wait.kind is None else Standing.LEFT_STEPS
+        if other.is_over:
+            return Standing.ENDED
+        if where is None:
+            return Standing.SILENT
+        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
+        if (where.waits_in, where.torch_call) == here:
+            return Standing.HERE
+        kind = where.kind
+        if where.failure is not None and kind is not None and self.begun.get(kind, 0) >= where.begun.get(kind, 0):
+            return Standing.PAST
+        if where.waits_in is not None:
+            return Standing.IN_ANOTHER
+        return Standing.ELSEWHERE if where.torch_call is None else Standing.IN_SCRIPT
+
+    def _ranks_with(self, standings: Sequence[Standing]) -> list[int]:
+        return [rank for rank, standing in self.standings.items() if standing in standings]
 
     @property
     def in_vain(self) -> bool:
@@ -129,23 +206,7 @@ class StragglerReport:
     @property
     def others_apart(self) -> list[int]:
         """Lists the ranks waiting in collectives different from this rank's."""
-        return [
-            rank
-            for rank, each in self.rank_reports.items()
-            if each.where is not None
-            and each.where.collective
-            and not (each.is_over or self._is_here(each) or self._is_past(each.where))
-        ]
-
-    def _is_past(self, where: RankState) -> bool:
-        """Whether another rank gave up in a collective also begun by this rank."""
-        kind = where.kind
-        return where.failure is not None and kind is not None and self.begun.get(kind, 0) >= where.begun.get(kind, 0)
-
-    def _is_here(self, other: RankReport) -> bool:
-        """Whether the other rank waits in the same collective."""
-        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
-        return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
+        return self._ranks_with(_APART)
 
     @property
     def culprits(self) -> list[int]:
@@ -153,12 +214,8 @@ class StragglerReport:
         found = self.rank_reports
         # A rank with an error about another rank has ended too, but is not the reason.
         innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
-        for is_reason in (
-            lambda each: each.is_over,
-            lambda each: each.where is None,
-            lambda each: each.where is not None and each.where.waits_in is None and not self._is_here(each),
-        ):
-            ranks = [rank for rank, each in found.items() if rank not in innocent and is_reason(each)]
+        for standings in _CULPRITS:
+            ranks = [rank for rank in self._ranks_with(standings) if rank not in innocent]
             if ranks:
                 return ranks
         blamed = {rank for each in found.values() for rank in each.culprits if rank != self.rank}
@@ -234,42 +291,15 @@ class StragglerReport:
         return found
 
     def _advice(self) -> str:
-        for rank in self.culprits:
-            each = self.rank_reports.get(rank)
-            if each is not None and each.has_left and each.words is None:
-                return self._advice_for_an_early_end(rank)
-        if self.others_apart:
-            return (
-                "Some ranks have made a call that the others have not made: a forward, a save, a look at "
-                "parameters, a step. Make it on every rank in the same order, outside of `if is_main_process`."
-            )
-        for rank in self.culprits:
-            each = self.rank_reports.get(rank)
-            if each is not None and not each.is_over and each.where is not None:
-                return (
-                    f"Rank {rank} is elsewhere. If it is only slow, set a larger `comm.late_s` (0: never late). Else "
-                    "one rank makes a call that another does not: call collectives on every rank, outside of `if "
-                    "is_main_process`."
-                )
-        first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
-        if any(rank in self.rank_reports and self.rank_reports[rank].is_over for rank in self.culprits):
-            return f"Look at {first}: its own error is the reason."
-        return f"Look at {first}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`."
-
-    def _advice_for_an_early_end(self, rank: int) -> str:
-        batches = (
-            "Give every rank as many batches (accelerate's even_batches=True), and `break` on all ranks at one step."
-        )
-        if self.wait.kind is not None:
-            return (
-                f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
-                f"steps. {batches}"
-            )
-        # The same happens if a loss is gathered in a loop with different numbers of batches.
-        call = self.line or f"the {self.wait.what}"
-        return (
-            f"Rank {rank} came to its end without the call that rank {self.rank} waits in: {call}. Call it on every rank, "
-            f"outside of `if is_main_process`. {batches}"
+        culprits = self.culprits
+        suspects = [*culprits, *self.others_apart]
+        found = {self.standings.get(rank): rank for rank in reversed(suspects)} or {None: self.rank}
+        standing, advice = next((each, advice) for row, advice in VERDICTS for each in row if each in found)
+        return advice.format(
+            rank=found[standing],
+            own=self.rank,
+            call=self.line or f"the {self.wait.what}",
+            ranks=_ranks(culprits) if culprits else "the first rank that stopped",
         )
 
 
@@ -380,23 +410,14 @@ def _main_cpu_s() -> float:
 def is_to_end(report: StragglerReport) -> bool:
     """Whether a wait has taken too long and must fail; see [Note: how a wait is ended]."""
     rank_reports, wait = report.rank_reports, report.wait
-    if report.silence is not None:
+    culprits = {report.standings.get(rank) for rank in report.culprits}
+    if report.silence is not None or not culprits.isdisjoint((*_GONE, Standing.SILENT)):
         return True
-    if any(
-        rank_reports[rank].is_over or rank_reports[rank].where is None
-        for rank in report.culprits
-        if rank in rank_reports
-    ):
-        return True
-    waits_as_long = (
-        each.where is not None and each.where.seconds >= _AS_LONG * wait.seconds
-        for rank, each in rank_reports.items()
-        if rank in report.others_apart
-    )
+    apart = [rank_reports[rank].where for rank in report.others_apart]
     # Two ranks in different collectives wait for each other. A rank that has just begun a different collective may still reach
     # this one.
-    if any(waits_as_long):
+    if any(where is not None and where.seconds >= _AS_LONG * wait.seconds for where in apart):
         return True
     # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).
     is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
-    return is_of_training and report.is_late
+    return is_of_training and (bool(apart) or Standing.ELSEWHERE in culprits)
