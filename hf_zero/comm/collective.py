@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from ..presence.store_barrier import StoreBarrier, call_of
 from ..presence.watchdog import Watchdog, watch_over
+from ..presence.watched_barrier import call_of, hold_barrier
 from .all_or_none import Merged
 from .collective_log import ENDED
 from .control import GatherOrder, control_of, rounds
@@ -72,8 +72,7 @@ class CollectiveTransport(Transport):
         self._gathers = GatherOrder(groups.gather.ranks)
         self._control = control_of(groups, self.watch, self._gathers)
         self._name = self.exchange(uuid.uuid4().hex, "exchange of a name")[0]
-        watch = self.watch
-        self._barrier = StoreBarrier(groups.world, watch, self._name) if isinstance(watch, Watchdog) else None
+        self._barriers = 0
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -156,8 +155,10 @@ class CollectiveTransport(Transport):
         return self._finishing(label, entry, self._control.start_swap(values, label))
 
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        if self._barrier is not None:
-            self._barrier.wait(purpose, timeout_s, alone)
+        if isinstance(self.watch, Watchdog):
+            self._barriers += 1
+            name = f"{self._name}/{self._barriers}"
+            hold_barrier(self.watch, self._groups.world.ranks, name, purpose, timeout_s, alone)
             # The barrier only counts ranks. The exchange finds ranks with a different purpose.
             self.exchange(None, call_of(purpose))
 

@@ -49,11 +49,6 @@ class CollectiveLog:
         finally:
             self.site = before
 
-    def site_of(self, label: object) -> str:
-        """Returns the part of training at the last start of this label; "" for a label without an entry in the log."""
-        entry = self.latest(label)
-        return "" if entry is None else entry[SITE]
-
     def last_lines(self) -> list[str]:
         # Copy in one operation, because other threads may start collectives in the meantime.
         now_s = time.monotonic()

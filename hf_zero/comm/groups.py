@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d
 
 from ..config import AUTO, CommConfig, ConfigError
 from ..hooks.replaced import replaced
-from ..presence.arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
+from ..presence.arrivals import CommunicationError, ended_ranks, in_words
+from ..presence.barrier import await_all_ranks
 
 # ---- Process groups used only by engines ----
 #

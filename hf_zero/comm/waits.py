@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -263,8 +263,8 @@ class Watch:
         """
         return None
 
-    def leave_reason(self, words: str) -> None:
-        """Publishes why this process ends, for the ranks which will miss this one."""
+    def leave_reason(self, words: str, culprits: Sequence[int] = ()) -> None:
+        """Publishes why this rank gives up, for the ranks which will miss this one. Without `culprits`, it is its own error."""
 
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the other ranks to finish as well; returns the unfinished ones."""

@@ -145,7 +145,7 @@ class StragglerReport:
         late: the rank at the other end of the connection, if known.
         silence: the reason why nothing is known about the others.
         place: the current part of training on this rank, in words.
-        began, begun, starts: see `RankState`; of this rank.
+        begun, starts: see `RankState`; of this rank.
         recent: the last collectives of this rank; empty if they should not be shown.
     """
 
@@ -156,7 +156,6 @@ class StragglerReport:
     rank_reports: Mapping[int, RankReport] = field(default_factory=dict)
     silence: str | None = None
     place: str = ""
-    began: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     recent: Sequence[str] = ()
@@ -316,11 +315,11 @@ def _ranks(ranks: list[int]) -> str:
 # [Note: how a wait is ended] Twice a second, a thread of each rank checks the wait of the main thread, which may also be a
 # collective called by the script itself. If a wait has taken `comm.late_s`, the thread asks the other ranks for their state. If
 # one of them is the reason, all waits of this process are made to fail, and the late wait raises the diagnosis as its error. A
-# culprit that is alive is in no wait that could fail, so it is informed through the store, and its own thread ends its process.
+# living culprit is in no wait, so the culprit is informed through the store, and its own thread ends its process.
 #
-# If two ranks wait in collectives of training that each has started and the other has not, both wait forever, for example if
-# one rank calls the model more often. So do a rank in such a collective and a rank that waits for all ranks in a barrier of the
-# script. This is checked after a few seconds, and such a wait is ended at once.
+# If two ranks wait in collectives of training, each started by only one of them, both wait forever, for example if one rank calls
+# the model more often. So do a rank in such a collective and a rank waiting for all ranks in a barrier of the script. This is
+# checked after a few seconds, and such a wait is ended at once.
 #
 # Some waits for a living rank outside of the collective must not be ended. Ranks meet in barriers and exchanges after long
 # work of a single rank (loading, saving). There, a rank is late only if it has ended, does not answer, or has waited as long in a
@@ -414,8 +413,8 @@ def is_to_end(report: StragglerReport) -> bool:
     if report.silence is not None or not culprits.isdisjoint((*_GONE, Standing.SILENT)):
         return True
     apart = [rank_reports[rank].where for rank in report.others_apart]
-    # Two ranks in different collectives wait for each other. A rank that has just begun a different collective may still reach
-    # this one.
+    # Two ranks in different collectives wait for each other. If one of these waits has just begun, the rank may still reach this
+    # collective.
     if any(where is not None and where.seconds >= _AS_LONG * wait.seconds for where in apart):
         return True
     # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).

@@ -44,7 +44,6 @@ class RankState:
         begun: how often each kind of collective was started.
         holds: the module or the parameters of the bucket of `waits_in`.
         place: the current part of training (backward, evaluate, ...), and the step.
-        began: the part of training at the start of `waits_in`.
         starts: how often each collective was started, by its name.
         stack, recent: the stack of the main thread, and the last collectives. Like `starts`, these are empty unless requested.
     """
@@ -59,7 +58,6 @@ class RankState:
     is_in_barrier: bool = False
     holds: str = ""
     place: str = ""
-    began: str = ""
     starts: dict[str, int] = field(default_factory=dict)
     stack: str = ""
     recent: tuple[str, ...] = ()

@@ -42,19 +42,18 @@ class StoreThread:
 
     Args:
         within_s: the time limit of a call without an explicit limit.
-        each: called every `period_s`, until it returns False.
 
     Attributes:
         within_s: may be shortened while a call is running.
         is_closing: the current call must end soon.
     """
 
-    def __init__(self, within_s: float, each: Callable[["Keys"], bool] | None = None, period_s: float = 0.0):
+    def __init__(self, within_s: float):
         # If this process keeps the store, others need the store for longer than this one's process group exists.
         self._kept = _get_default_store()
         self._own: dist.Store | None = None
-        self._each = each
-        self._period_s = period_s
+        self._each: Callable[[], bool] | None = None
+        self._period_s = self._due_s = 0.0
         self.within_s = within_s
         self.is_closing = False
         self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
@@ -65,7 +64,7 @@ class StoreThread:
     def keys(self) -> "Keys":
         return Keys(self)
 
-    def ask(self, call: Callable[["Keys"], T], within_s: float | None = None) -> T:
+    def ask(self, call: Callable[[], T], within_s: float | None = None) -> T:
         """Runs a call in the thread and returns its result.
 
         Raises:
@@ -74,7 +73,7 @@ class StoreThread:
         """
         if threading.current_thread() is self._thread:
             # This call is a part of another thread's call, and has its time limit.
-            return call(self.keys)
+            return call()
         answer: Future[T] = Future()
         began_s = time.monotonic()
         self._calls.put((call, answer))
@@ -87,6 +86,12 @@ class StoreThread:
                 if left_s <= _GLANCE_S:
                     keeper = "the process that keeps the ranks' store, rank 0's or the launcher's"
                     raise StoreSilentError(f"{keeper}, has not answered for {limit_s:.0f} s") from None
+
+    def repeat(self, each: Callable[[], bool], period_s: float) -> None:
+        """Calls a function in the thread every `period_s`, until it returns False."""
+        self._each, self._period_s = each, period_s
+        # Wake the thread.
+        self._calls.put((lambda: None, Future()))
 
     @property
     def is_of_rank_0(self) -> bool:
@@ -119,32 +124,34 @@ class StoreThread:
         return self._own
 
     def _run(self) -> None:
-        wanted, due_s = self._each is not None, time.monotonic()
         while True:
-            if wanted and time.monotonic() >= due_s:
-                wanted = self._beat()
-                due_s = time.monotonic() + self._period_s
+            if self._each is not None and time.monotonic() >= self._due_s:
+                self._beat(self._each)
+                self._due_s = time.monotonic() + self._period_s
+            left_s = None if self._each is None else max(0.0, self._due_s - time.monotonic())
             try:
-                pair = self._calls.get(timeout=max(0.0, due_s - time.monotonic()) if wanted else None)
+                pair = self._calls.get(timeout=left_s)
             except queue.Empty:
                 continue
             if pair is None:
                 return
             call, answer = pair
             try:
-                answer.set_result(call(self.keys))
+                answer.set_result(call())
             except Exception as error:
                 answer.set_exception(error)
             # A call may reference the watchdog. Kept until the next call, the reference would keep the watchdog and this thread
             # alive.
             del pair, call, answer
 
-    def _beat(self) -> bool:
+    def _beat(self, each: Callable[[], bool]) -> None:
         try:
-            return self._each is not None and self._each(self.keys)
+            is_wanted = each()
         except RuntimeError:
             # The store has ended. The next call of another thread raises an error.
-            return False
+            is_wanted = False
+        if not is_wanted:
+            self._each = None
 
 
 class Keys:
@@ -153,20 +160,29 @@ class Keys:
     Calls from the store's own thread run at once, within the time limit of the enclosing call.
     """
 
-    def __init__(self, thread: StoreThread, prefix: str = ""):
+    def __init__(self, thread: StoreThread, prefix: str = "", within_s: float | None = None):
         self._thread = thread
         self._prefix = prefix
+        self._within_s = within_s
 
     def below(self, prefix: str) -> "Keys":
-        return Keys(self._thread, f"{self._prefix}{prefix}/")
+        return Keys(self._thread, f"{self._prefix}{prefix}/", self._within_s)
+
+    def within(self, seconds: float) -> "Keys":
+        """Returns the same keys with another time limit of a call."""
+        return Keys(self._thread, self._prefix, seconds)
 
     def check(self, key: str) -> bool:
         """Whether the key exists."""
         return self._ask(lambda store, name: store.check([name]), key)
 
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key. Waits for a missing key."""
-        return self._ask(lambda store, name: store.get(name), key)
+    def find(self, key: str) -> str | None:
+        """Returns a key's text; None without the key. Other ranks must not delete it: torch's `get` waits for a missing key."""
+        found = self.find_bytes(key)
+        return None if found is None else found.decode()
+
+    def find_bytes(self, key: str) -> bytes | None:
+        return self._ask(lambda store, name: store.get(name) if store.check([name]) else None, key)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda store, name: store.set(name, cast(str, value)), key)
@@ -178,7 +194,7 @@ class Keys:
         self._ask(lambda store, name: store.delete_key(name), key)
 
     def _ask(self, call: Callable[[dist.Store, str], T], key: str) -> T:
-        return self._thread.ask(lambda _: call(self._thread.connection(), self._prefix + key))
+        return self._thread.ask(lambda: call(self._thread.connection(), self._prefix + key), self._within_s)
 
 
 @contextmanager

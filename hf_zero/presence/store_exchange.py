@@ -91,14 +91,13 @@ class StoreExchange:
     def _take(self, number: int, rank: int) -> Any:
         key, began_s = self._key(number, rank), time.monotonic()
         # Poll instead of using the store's own wait, which could not be shortened by `hurry`.
-        while not self._store.check(key):
+        while (signed := self._store.find_bytes(key)) is None:
             if time.monotonic() > began_s + self._timeout_s:
                 raise CommunicationError(
                     f"hf_zero: rank {self._missing(rank)} did not come to finish a checkpoint. It ended, or was held up for more "
                     f"than {self._timeout_s:.0f} s; its own error is the reason."
                 )
             time.sleep(_GLANCE_S)
-        signed = self._store.get(key)
         signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         # Check before unpickling: torch's store answers anybody with access to its port, and unpickling may run code.
         if not hmac.compare_digest(signature, self._signature(key, data)):

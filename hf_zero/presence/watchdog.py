@@ -8,22 +8,21 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
 from ..comm.control import control_of
 from ..comm.groups import Groups
 from ..comm.waits import SAVE, Wait, Watch
-from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
-from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
+from .arrivals import CommunicationError, PeerFailure, RankProcesses, break_all_groups
+from .barrier import NOTICES_S
+from .diagnosis import DeviceQueue, RankReport, ScriptCall, Standing, StragglerReport, is_to_end, others_are_behind
 from .error_hook import end_process
 from .rank_state import RankState, ScriptCollective, is_in_barrier, main_stack, script_line
-from .store import Keys, StoreSilentError, StoreThread
-
-T = TypeVar("T")
+from .store import CALL_S, StoreSilentError, StoreThread
 
 # [Note: who is asked] If a rank has waited long, or its wait has failed, the rank asks a question through the store, and a thread
 # of each other rank answers with its `RankState`. So nothing is written while all goes well. A rank without an answer is stopped,
@@ -35,11 +34,12 @@ _ANSWER_S = 2.5
 """Time limit of an answer: a rank looks for questions every `_BEAT_S`."""
 _STORE_S = 1.0
 """Additional time limit for a few store calls."""
+_SURVEY_S = 2 * _ANSWER_S + _STORE_S
+"""Time limit of a survey, including other calls to the store."""
 _REGISTER_S = 60.0
 """Time limit of the first call to the store: all ranks connect at once, perhaps on machines that do other work."""
 _GLANCE_S = 0.05
 _LOOK_S = 1.0
-_LISTED = 8
 _WORDS_S = 60.0
 """A state left by a rank counts as its present state for this time."""
 _GIVEN_UP_S = 15.0
@@ -67,6 +67,7 @@ class Watchdog(Watch):
         has_queue: whether collectives run in the queue of an accelerator.
 
     Attributes:
+        store: the launcher's store, also for calls outside of the watchdog's thread.
         script_wait: the collective that the script itself called in the main thread.
     """
 
@@ -74,21 +75,23 @@ class Watchdog(Watch):
         super().__init__()
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
-        self._name = name
         self._answered = 0
         self._noticed: tuple[Wait | None, int] = (None, 0)
-        self._processes: RankProcesses | None = None
         self.script_wait: Wait | None = None
-        reference = weakref.ref(self)
-        self._thread = StoreThread(_STORE_S, lambda store: _beat(reference, store), _BEAT_S)
+        self._has_announced_end = False
+        self._thread = StoreThread(_STORE_S)
+        self.store = self._thread.keys.within(CALL_S)
+        self._keys = self._thread.keys.below(f"hf_zero/watchdog/{name}")
+        self._processes = RankProcesses(self._thread.keys.within(_STORE_S + _ANSWER_S))
         try:
-            self._thread.ask(lambda store: self._seen_by(store).register(), _REGISTER_S)
+            self._thread.ask(self._processes.register, _REGISTER_S)
         except StoreSilentError as error:
             self._thread.close(_STORE_S)
             raise CommunicationError(f"hf_zero: {error}. Look at that process and its host.") from error
         # Close before Python ends as well: a thread returning from torch after the end would abort the process.
         weakref.finalize(self, self._thread.close, _STORE_S)
-        self._has_announced_end = False
+        reference = weakref.ref(self)
+        self._thread.repeat(lambda: _beat(reference), _BEAT_S)
         # Python calls the last registered function first, so this one runs before the close above.
         atexit.register(_announce_at_exit, reference)
         if late_s:
@@ -100,57 +103,25 @@ class Watchdog(Watch):
         if wait.end is not None:
             return wait.end
         late = error.rank if isinstance(error, PeerFailure) else None
-        report = self._diagnose(wait, late, wait.line)
+        report = self._diagnose(wait, wait.line, late)
         return CommunicationError(str(report), report.culprits)
 
     def diagnose(self, wait: Wait) -> StragglerReport:
         """Diagnoses a long wait of this rank."""
-        return self._diagnose(wait, None, script_line()[0])
+        return self._diagnose(wait, script_line()[0])
 
-    def _diagnose(self, wait: Wait, late: int | None, line: str) -> StragglerReport:
-        known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
-        known |= {"began": self.log.site_of(wait.what), "begun": dict(self.begun), "starts": dict(self.starts)}
-
-        def judge(store: Keys) -> StragglerReport:
-            rank_reports = self._survey(store, enough=late, question=_CLOSELY)
-            report = StragglerReport(**known, rank_reports=rank_reports, recent=self.log.last_lines())
+    def _diagnose(self, wait: Wait, line: str, late: int | None = None) -> StragglerReport:
+        def judge() -> StragglerReport:
+            report = replace(self._report(wait, line, late, _CLOSELY), late=late, recent=self.log.last_lines())
             if wait.failure is not None:
                 # Write the reason before the error is raised: this rank may be gone when the others ask.
-                self.write_reason(store, report.finding, report.culprits)
+                self._write_reason(report.finding, report.culprits)
             return report
 
         try:
-            return self._thread.ask(judge, 2 * _ANSWER_S + _STORE_S)
-        except (StoreSilentError, RuntimeError) as silence:
-            return StragglerReport(**known, silence=str(silence))
-
-    def end_stragglers(self, report: StragglerReport) -> None:
-        """Publishes the diagnosis, and ends the processes of living culprits outside of collectives."""
-        elsewhere = [
-            rank
-            for rank in report.culprits
-            if (each := report.rank_reports.get(rank))
-            and not each.is_over
-            and not each.is_waiting
-            and each.where is not None
-        ]
-
-        def tell(store: Keys) -> None:
-            self.write_reason(store, report.finding, report.culprits)
-            mine = self._in(store)
-            number = mine.add("questions", 1)
-            mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": report.finding}))
-            deadline_s = time.monotonic() + _HEARD_S
-            # This process may keep the store, so stay until the late ranks have heard, and answer questions in the meantime.
-            while time.monotonic() < deadline_s and not all(mine.check(f"heard {rank}") for rank in elsewhere):
-                self.answer(store)
-                time.sleep(_GLANCE_S)
-
-        try:
-            self._thread.ask(tell, _HEARD_S + _STORE_S)
-        except (StoreSilentError, RuntimeError):
-            # No rank is left to read the reason.
-            return
+            return self._thread.ask(judge, _SURVEY_S)
+        except RuntimeError as silence:
+            return replace(self._facts(wait, line), late=late, silence=str(silence))
 
     def explain_call(self, call: str, line: str, error: RuntimeError) -> CommunicationError | None:
         if self.ended is not None:
@@ -160,69 +131,75 @@ class Watchdog(Watch):
             wait = Wait(ScriptCollective(call))
         self.fail(wait, error)
         wait.line = line
-        known: dict[str, Any] = {"rank": self._rank, "wait": wait, "line": line, "place": self.log.place}
 
-        def look(store: Keys) -> CommunicationError | None:
-            found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
-            if not any(each.is_over or each.words is not None for each in found.values()):
+        def judge() -> CommunicationError | None:
+            report = self._report(wait, line, self._others[0] if len(self._others) == 1 else None)
+            if not any(each.is_over or each.words is not None for each in report.rank_reports.values()):
                 return None
-            report = StragglerReport(**known, rank_reports=found)
-            self.write_reason(store, report.finding, report.culprits)
+            self._write_reason(report.finding, report.culprits)
             return CommunicationError(str(report), report.culprits)
 
         try:
-            return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
-        except (StoreSilentError, RuntimeError) as silence:
-            return CommunicationError(str(StragglerReport(**known, silence=str(silence))))
+            return self._thread.ask(judge, _SURVEY_S)
+        except RuntimeError as silence:
+            return CommunicationError(str(replace(self._facts(wait, line), silence=str(silence))))
 
-    def leave_reason(self, words: str) -> None:
-        try:
-            self._thread.ask(lambda store: self.write_reason(store, words, [self._rank]), _STORE_S)
-        except (StoreSilentError, RuntimeError):
-            # No rank is left to read the reason.
-            return
+    def _facts(self, wait: Wait, line: str) -> StragglerReport:
+        """Describes a wait of this rank, without the other ranks."""
+        return StragglerReport(
+            rank=self._rank,
+            wait=wait,
+            line=line,
+            place=self.log.place,
+            begun=dict(self.begun),
+            starts=dict(self.starts),
+        )
 
-    def write_reason(self, store: Keys, words: str, culprits: Sequence[int]) -> None:
+    def _report(self, wait: Wait, line: str, enough: int | None = None, question: str = "") -> StragglerReport:
+        """Compares a wait of this rank with the states of the others; see `_survey`. In the thread of the store."""
+        return replace(self._facts(wait, line), rank_reports=self._survey(enough, question))
+
+    def end_stragglers(self, report: StragglerReport) -> None:
+        """Publishes the diagnosis, and ends the processes of living culprits outside of collectives."""
+        outside = (Standing.IN_SCRIPT, Standing.ELSEWHERE)
+        elsewhere = [rank for rank in report.culprits if report.standings.get(rank) in outside]
+
+        def tell() -> None:
+            self._write_reason(report.finding, report.culprits)
+            self._ask(json.dumps({"ends": elsewhere, "by": self._rank, "said": report.finding}))
+            deadline_s = time.monotonic() + _HEARD_S
+            # This process may keep the store, so stay until the late ranks have heard, and answer questions in the meantime.
+            while time.monotonic() < deadline_s and not all(self._keys.check(f"heard {rank}") for rank in elsewhere):
+                self.answer()
+                time.sleep(_GLANCE_S)
+
+        with suppress(RuntimeError):
+            # Otherwise no rank is left to read the reason.
+            self._thread.ask(tell, _HEARD_S + _STORE_S)
+
+    def leave_reason(self, words: str, culprits: Sequence[int] = ()) -> None:
+        with suppress(RuntimeError):
+            # Otherwise no rank is left to read the reason.
+            self._thread.ask(lambda: self._write_reason(words, culprits or [self._rank]), _STORE_S)
+
+    def _write_reason(self, words: str, culprits: Sequence[int]) -> None:
         """Writes this rank's reason to give up, for ranks asking after this rank has stopped answering."""
         left = {"words": words, "culprits": list(culprits), "where": asdict(self._rank_state()), "at": time.time()}
-        self._in(store).set(f"reason {self._rank}", json.dumps(left))
+        self._keys.set(f"reason {self._rank}", json.dumps(left))
 
     # ---- missing ranks ----
 
-    def with_store(self, call: Callable[[Keys], T], within_s: float) -> T:
-        """Runs a call with the launcher's store. Raises the errors of `StoreThread.ask`."""
-        return self._thread.ask(call, within_s)
-
-    def gone(self, store: Keys, ranks: Sequence[int]) -> list[int]:
-        """Returns the ended ranks among `ranks`, including ranks that left."""
-        processes = self._seen_by(store)
-        return [rank for rank in ranks if processes.has_gone(rank)]
-
-    def lines(self, wait: Wait, enough: int | None = None) -> str:
-        """Describes the state of each rank, one line per rank. `enough`: see `_survey`."""
-
-        def look(store: Keys) -> str:
-            found = self._survey(store, enough)
-            return StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found).in_lines
-
-        return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
-
-    def look_for(self, missing: Sequence[int], wait: Wait) -> tuple[list[int], str]:
-        """Returns the missing ranks that wait for this one in another collective, and the state of each rank."""
-
-        def proof(store: Keys) -> tuple[list[int], str]:
-            found = self._survey(store)
-            report = StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found)
-            return [rank for rank in missing if found[rank].waits_for(self.begun)], report.in_lines
-
-        return self._thread.ask(proof, 2 * _ANSWER_S + _STORE_S)
+    def look_for(self, wait: Wait, enough: int | None = None) -> tuple[list[int], str]:
+        """Returns the ranks that wait for this one in another collective, and the state of each rank. `enough`: see `_survey`."""
+        report = self._thread.ask(lambda: self._report(wait, script_line()[0], enough), _SURVEY_S)
+        return [rank for rank, each in report.rank_reports.items() if each.waits_for(self.begun)], report.in_lines
 
     # ---- the end ----
 
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the others to finish, unless another rank waits for a collective without this rank."""
         try:
-            self._thread.ask(self.announce_end, _STORE_S)
+            self.announce_end()
             at_work = self._await_the_others(time.monotonic() + patience_s)
             if at_work:
                 self._keep_store()
@@ -233,38 +210,36 @@ class Watchdog(Watch):
         finally:
             self._thread.close(_STORE_S)
 
-    def announce_end(self, store: Keys) -> None:
+    def announce_end(self) -> None:
         """Publishes once the end of this rank's work."""
         if not self._has_announced_end:
             self._has_announced_end = True
-            self._seen_by(store).announce_end(self._rank)
+            self._processes.announce_end(self._rank)
 
     def end(self) -> None:
         """Publishes the end of Python, unless other code calls `leave`. Keeps the store for ranks asking for the reason."""
         if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
             return
-        try:
-            self._thread.ask(self.announce_end, _STORE_S)
+        # Without a store, no rank is left to hear of the end.
+        with suppress(StoreSilentError, dist.DistNetworkError):
+            self.announce_end()
             self._keep_store()
-        except (StoreSilentError, dist.DistNetworkError):
-            # No rank is left to hear of the end.
-            return
 
     def _await_the_others(self, deadline_s: float) -> list[int]:
         """Waits; returns the ranks still working when this rank must not or need not wait any longer."""
-        look_s = time.monotonic()
-        seen: dict[tuple, int] = {}
-        while not self._thread.ask(self._all_have_gone, _STORE_S + _ANSWER_S):
-            if time.monotonic() >= deadline_s:
-                return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
-            if time.monotonic() >= look_s:
-                misses, waiting, turn = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
-                # A call of the script itself may end soon if all ranks are in the call, so only count calls seen twice.
-                if misses or any(seen.get(each, turn) != turn for each in waiting):
-                    return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
-                look_s, seen = time.monotonic() + _LOOK_S, dict.fromkeys(waiting, turn)
-            time.sleep(_GLANCE_S)
-        return []
+        look_s, seen = 0.0, dict[tuple, int]()
+
+        def is_missed() -> bool:
+            nonlocal look_s, seen
+            if time.monotonic() < look_s:
+                return False
+            misses, waiting, turn = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
+            # A call of the script itself may end soon if all ranks are in the call, so only count calls seen twice.
+            misses = misses or any(seen.get(each, turn) != turn for each in waiting)
+            look_s, seen = time.monotonic() + _LOOK_S, dict.fromkeys(waiting, turn)
+            return misses
+
+        return self._processes.unfinished(len(self._others) + 1, deadline_s, is_missed)
 
     def _keep_store(self) -> None:
         """Keeps a store of this process until the others have looked this rank up."""
@@ -273,63 +248,54 @@ class Watchdog(Watch):
         if dist.is_initialized():
             # Waits for this rank fail now, instead of at the end of this process.
             break_all_groups()
-        deadline_s = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline_s and not self._thread.ask(self._all_have_gone, _STORE_S):
-            time.sleep(_GLANCE_S)
+        self._processes.unfinished(len(self._others) + 1, time.monotonic() + _FAREWELL_S)
 
-    def _all_have_gone(self, store: Keys) -> bool:
-        return self._seen_by(store).all_have_gone(len(self._others) + 1)
-
-    def _at_work(self, store: Keys) -> list[int]:
-        gone = self.gone(store, self._others)
-        return [rank for rank in self._others if rank not in gone]
-
-    def _missed_by(self, store: Keys) -> tuple[bool, list[tuple], int]:
+    def _missed_by(self) -> tuple[bool, list[tuple], int]:
         """Returns whether a rank waits in a collective not begun here, the waits in the script's calls, and the turn."""
-        mine, turn = self._in(store), int(time.time() / _LOOK_S)
+        mine, turn = self._keys, int(time.time() / _LOOK_S)
         # One finished rank asks the others, and all finished ranks read the result from the store.
         if mine.add(f"look {turn}", 1) == 1:
             begun: Counter[str] = Counter()
             calls = []
-            for rank, each in self._survey(store).items():
+            for rank, each in self._survey().items():
                 if each.where is not None and each.where.torch_call is not None:
                     calls.append([rank, each.where.torch_call, each.where.line])
                 if each.where is not None and each.where.kind is not None and each.is_waiting:
                     begun[each.where.kind] = max(begun[each.where.kind], each.where.begun.get(each.where.kind, 0))
             mine.set("look", json.dumps([begun, calls, turn]))
-        if not mine.check("look"):
+        look = mine.find("look")
+        if look is None:
             return False, [], turn
-        begun, calls, turn = json.loads(mine.get("look"))
+        begun, calls, turn = json.loads(look)
         misses = any(count > self.begun.get(kind, 0) for kind, count in begun.items())
         return misses, [tuple(each) for each in calls], turn
 
     # ---- questions and answers, all in the thread of the store ----
 
-    def answer(self, store: Keys) -> None:
+    def answer(self) -> None:
         """Answers new questions with the state of this rank."""
-        mine, asked = self._in(store), self._answered
+        asked = self._answered
         closely = False
-        while mine.check(f"question {asked + 1}"):
+        while (question := self._keys.find(f"question {asked + 1}")) is not None:
             asked += 1
-            question = mine.get(f"question {asked}").decode()
             closely |= question == _CLOSELY
             if question.startswith("{"):
-                self._obey(mine, json.loads(question))
+                self._obey(json.loads(question))
         if asked > self._answered:
             self._answered = asked
-            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._rank_state(closely=closely))]))
+            self._keys.set(f"answer {self._rank}", json.dumps([asked, asdict(self._rank_state(closely=closely))]))
 
-    def _obey(self, store: Keys, order: dict) -> None:
+    def _obey(self, order: dict) -> None:
         if self._rank not in order["ends"] or self.longest is not None:
             return
-        store.set(f"heard {self._rank}", "")
+        self._keys.set(f"heard {self._rank}", "")
         where = self._rank_state()
         end_process(
             f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {order['by']}: {order['said']}\n"
             f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
         )
 
-    def notice(self, store: Keys) -> None:
+    def notice(self) -> None:
         """Prints the missing ranks after a long wait. Only the first of the waiting ranks prints."""
         wait = self.longest
         if wait is None or wait.failure is not None:
@@ -338,47 +304,45 @@ class Watchdog(Watch):
         if told == len(NOTICES_S) or wait.seconds < NOTICES_S[told]:
             return
         self._noticed = (wait, told + 1)
-        rank_reports = self._survey(store)
-        if any(rank < self._rank and rank_report.is_waiting for rank, rank_report in rank_reports.items()):
-            return
-        place = self.log.place
-        report = StragglerReport(
-            rank=self._rank, wait=wait, line=script_line()[0], rank_reports=rank_reports, place=place
-        )
-        print(f"hf_zero: waiting.\n{report.in_lines}", file=sys.stderr, flush=True)
+        report = self._report(wait, script_line()[0])
+        if not any(rank < self._rank and each.is_waiting for rank, each in report.rank_reports.items()):
+            print(f"hf_zero: waiting.\n{report.in_lines}", file=sys.stderr, flush=True)
 
-    def _survey(self, store: Keys, enough: int | None = None, question: str = "") -> dict[int, RankReport]:
+    def _ask(self, question: str) -> int:
+        """Asks all other ranks; returns the number of the question."""
+        number = self._keys.add("questions", 1)
+        self._keys.set(f"question {number}", question)
+        return number
+
+    def _survey(self, enough: int | None = None, question: str = "") -> dict[int, RankReport]:
         """Asks the other ranks for their states.
 
         Args:
             enough: a rank whose end explains everything, so that the other answers are not needed.
         """
-        mine = self._in(store)
-        number = mine.add("questions", 1)
-        mine.set(f"question {number}", question)
+        number = self._ask(question)
         found: dict[int, RankReport] = {}
         deadline_s = time.monotonic() + _ANSWER_S
         while True:
             in_time = time.monotonic() < deadline_s and not self._thread.is_closing
             for rank in self._others:
-                if rank not in found and (rank_report := self._look_at(store, rank, number, ask_again=in_time)):
+                if rank not in found and (rank_report := self._look_at(rank, number, ask_again=in_time)):
                     found[rank] = rank_report
             # Waiting for the others would take seconds and not change the error.
             has_reason = enough in found and found[enough].is_over
             if len(found) == len(self._others) or has_reason:
                 return found
-            self.answer(store)
+            self.answer()
             time.sleep(_GLANCE_S)
 
-    def _look_at(self, store: Keys, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
+    def _look_at(self, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
         """Describes a rank; None while an answer may still arrive."""
-        mine, processes = self._in(store), self._seen_by(store)
+        processes, where = self._processes, None
         has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
-        has_words = mine.check(f"reason {rank}")
-        words = json.loads(mine.get(f"reason {rank}")) if has_words else {}
-        culprits, where = tuple(words.get("culprits", ())), None
-        if mine.check(f"answer {rank}"):
-            answered, where = json.loads(mine.get(f"answer {rank}"))
+        words = json.loads(self._keys.find(f"reason {rank}") or "{}")
+        culprits = tuple(words.get("culprits", ()))
+        if answer := self._keys.find(f"answer {rank}"):
+            answered, where = json.loads(answer)
             where = RankState(**where) if answered >= number else None
         if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
             return None
@@ -418,19 +382,10 @@ class Watchdog(Watch):
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,
             place=self.log.place,
-            began="" if wait is None else self.log.site_of(wait.what),
             starts=dict(self.starts) if closely else {},
             stack=main_stack() if closely and wait is None else "",
             recent=tuple(self.log.last_lines()) if closely else (),
         )
-
-    def _in(self, store: Keys) -> Keys:
-        return store.below(f"hf_zero/watchdog/{self._name}")
-
-    def _seen_by(self, store: Keys) -> RankProcesses:
-        if self._processes is None:
-            self._processes = RankProcesses(store)
-        return self._processes
 
 
 class StragglerWatch:
@@ -510,15 +465,15 @@ class StragglerWatch:
             end_process(str(wait.end))
 
 
-def _beat(reference: "weakref.ref[Watchdog]", store: Keys) -> bool:
+def _beat(reference: "weakref.ref[Watchdog]") -> bool:
     watchdog = reference()
     if watchdog is None:
         return False
-    watchdog.answer(store)
-    watchdog.notice(store)
+    watchdog.answer()
+    watchdog.notice()
     if not dist.is_initialized():
         # The group was destroyed by the script, or by accelerate's `end_training`.
-        watchdog.announce_end(store)
+        watchdog.announce_end()
     return True
 
 

@@ -47,11 +47,11 @@ from hf_zero.comm.waits import Label, Watch
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.shared_settings import SharedSettings
-from hf_zero.presence import arrivals
+from hf_zero.presence import arrivals, barrier
 from hf_zero.presence.arrivals import CommunicationError, RankProcess
-from hf_zero.presence.store_barrier import StoreBarrier
 from hf_zero.presence.store_exchange import StoreExchange
 from hf_zero.presence.watchdog import Watchdog
+from hf_zero.presence.watched_barrier import hold_barrier
 from hf_zero.queues import SideQueue, queue_end
 
 pytestmark = pytest.mark.timeout(120)
@@ -688,18 +688,18 @@ def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
     with mock.patch("hf_zero.presence.store._get_default_store", lambda: store):
         watchdog = Watchdog(rank, world_size, "test")
-    barrier = StoreBarrier(groups.world, watchdog, "test")
-    barrier.wait("the first meeting", 20)
+    ranks = groups.world.ranks
+    hold_barrier(watchdog, ranks, "first", "the first meeting", 20)
     dist.barrier()
     if rank == 0:
-        del store, barrier, watchdog
+        del store, watchdog
         gc.collect()
     dist.barrier()
     if rank == 1:
         with pytest.raises(
             CommunicationError, match=r"the second meeting; the process that keeps the ranks' store has ended"
         ):
-            barrier.wait("the second meeting", 20)
+            hold_barrier(watchdog, ranks, "second", "the second meeting", 20)
         assert watchdog.leave(patience_s=20) == []
 
 
@@ -766,10 +766,11 @@ def test_an_exchange_through_a_store_that_falls_silent_ends_when_it_is_told_to_h
 
 
 def test_ranks_that_meet_through_a_silent_store_end_with_an_error_that_says_so(quiet_store):
-    with mock.patch.object(arrivals, "CALL_S", 0.1), mock.patch.object(dist, "get_rank", lambda: 1):
+    as_rank = mock.patch.multiple(dist, get_rank=lambda: 1, get_world_size=lambda: 2)
+    with mock.patch.object(arrivals, "CALL_S", 0.1), mock.patch.object(barrier, "CALL_S", 0.1), as_rank:
         assert arrivals.ended_ranks([0]) in ([], [0])
         with pytest.raises(CommunicationError, match=r"cannot reach their store|rank 0 did not come within 0 s"):
-            arrivals.await_all_ranks(0.1, 0)
+            barrier.await_all_ranks(0.1, 0)
 
 
 def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]:

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,11 +24,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.groups import Groups, with_time_limits
+from hf_zero.comm.waits import Wait
 from hf_zero.config import CommConfig
-from hf_zero.presence import arrivals
-from hf_zero.presence.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks, register_process
+from hf_zero.presence import arrivals, barrier
+from hf_zero.presence.arrivals import CommunicationError, RankProcess, RankProcesses, register_process
+from hf_zero.presence.barrier import Barrier, await_all_ranks
 from hf_zero.presence.store import CALL_S, opened_store
 from hf_zero.presence.watchdog import Watchdog
+from hf_zero.presence.watched_barrier import hold_barrier
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,7 +104,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(rank, world_si
         time.sleep(2)
         return
     seconds = {"NOTICES_S": (0.2,), "_LOOK_S": 0.1, "_WORD_S": 1.0}
-    with mock.patch.multiple(arrivals, **seconds), mock.patch("sys.stderr") as said:
+    with mock.patch.multiple(barrier, **seconds), mock.patch("sys.stderr") as said:
         error, _ = refusal(timeout_s=1.0)
     assert error.culprits == (late,)
     assert f"rank {late} did not come within 1 s (`comm.timeout_s`)" in str(error)
@@ -117,11 +121,14 @@ def leave_traces_of_an_earlier_start() -> None:
         store.set(f"hf_zero/processes/process {rank}", json.dumps(asdict(process)))
         store.set(f"hf_zero/processes/left {rank}", process.name)
         for number in range(3):
-            store.set(f"hf_zero/arrivals/{number}/answer {rank}", "a call and a name")
-    for number, why in enumerate(["", "a reason to give up", ""]):
-        store.set(f"hf_zero/arrivals/{number}/call", "a call")
-        word = {"names": ["and a name"], "why": why, "culprits": [1]}
-        store.set(f"hf_zero/arrivals/{number}/word", json.dumps(word))
+            store.set(f"hf_zero/barrier/group {number}/a call came {rank}", "")
+    for number, word in enumerate(["", json.dumps(["a reason to give up", [1]]), None]):
+        store.set(f"hf_zero/barrier/group {number}/call", "a call")
+        # Rank 0 of the last one ended while it waited for rank 2.
+        store.add(f"hf_zero/barrier/group {number}/a call came", 2 if word is not None else 1)
+        store.set(f"hf_zero/barrier/group {number}/given up", "")
+        if word is not None:
+            store.set(f"hf_zero/barrier/group {number}/a call word", word)
 
 
 @on_ranks(3)
@@ -156,9 +163,9 @@ class CountingStore:
         self.requests += 1
         return key in self._values
 
-    def get(self, key: str) -> bytes:
-        self.requests += 1
-        return self._values[key].encode()
+    def find(self, key: str) -> str | None:
+        self.requests += 1 + (key in self._values)
+        return self._values.get(key)
 
     def set(self, key: str, value: str) -> None:
         self.requests += 1
@@ -219,19 +226,78 @@ def test_ranks_that_have_finished_ask_the_store_as_much_with_many_ranks():
     assert requests[:2] == requests[2:] and requests[0] < 50, requests
 
 
+def test_a_rank_that_comes_back_hangs_no_rank_that_looks_it_up():
+    """torch's `get` waits for a missing key, so a key found by one rank must not be deleted by another."""
+    store, deleted = CountingStore(), []
+    with mock.patch.object(store, "delete", deleted.append), mock.patch.object(dist, "get_rank", lambda: 0):
+        for _ in range(2):
+            processes = RankProcesses(store)
+            processes.register()
+            processes.announce_end()
+            assert processes.has_left(0)
+        RankProcesses(store).register()
+        assert not RankProcesses(store).has_left(0)
+    assert not [key for key in deleted if key.startswith("left")]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_others_have_given_up_hears_so_at_once(late):
+    reasons: list[list[int]] = []
+    watchdog = SimpleNamespace(
+        store=CountingStore(),
+        inside=lambda what: nullcontext(Wait(what)),
+        look_for=lambda wait, enough=None: ([], "  lines"),
+        leave_reason=lambda words, culprits: reasons.append([*culprits]),
+    )
+    for rank, limit_s, said in (
+        (1 - late, 0.1, rf"came to a save; waited 0 s for ranks \[{late}\]\.\n  lines\nIt is collective"),
+        (late, 5.0, r"came to a save; the others have given up waiting for this rank\. It is collective"),
+    ):
+        with mock.patch.object(dist, "get_rank", lambda rank=rank: rank), mock.patch.object(barrier, "_WORD_S", 0.0):
+            with pytest.raises(CommunicationError, match=said) as caught:
+                hold_barrier(watchdog, range(2), "one", "a save", limit_s)
+        assert not caught.value.culprits
+    assert reasons == [[late]]
+
+
+def test_ranks_that_wait_for_each_other_ask_the_store_as_much_with_many_ranks():
+    requests = []
+    for size in (8, 64):
+        stores = [CountingStore() for _ in range(size)]
+        for store in stores:
+            store._values = stores[0]._values
+
+        def barrier_of(rank: int, stores=stores) -> Barrier:
+            with mock.patch.object(dist, "get_rank", lambda: rank):
+                return Barrier(stores[rank], range(len(stores)), "one", is_unique=True)
+
+        first, *others = map(barrier_of, range(size))
+        with mock.patch.object(barrier, "_LOOK_S", 1000.0), ThreadPoolExecutor(1) as pool:
+            passed = pool.submit(first.wait, 20.0, lambda *_: CommunicationError("late"))
+            while "call" not in stores[0]._values:
+                time.sleep(0.01)
+            for each in others[:-1]:
+                assert not each._has_word()
+            others[-1]._has_word()
+            passed.result(60)
+        assert all(each._has_word() for each in others)
+        requests.append(max(store.requests for store in stores[1:-1]))
+    assert requests[0] == requests[1] < 10, requests
+
+
 def test_of_the_ranks_that_have_finished_one_asks_who_still_waits_and_the_others_read_its_answer():
     surveys, store = [], CountingStore()
     where = SimpleNamespace(torch_call="barrier", line="a line", kind="a gather", begun={"a gather": 3})
 
-    def survey(_store: CountingStore) -> dict[int, SimpleNamespace]:
+    def survey() -> dict[int, SimpleNamespace]:
         surveys.append(1)
         return {5: SimpleNamespace(where=where, is_waiting=True), 6: SimpleNamespace(where=None, is_waiting=False)}
 
     for now_s in (10.0, 11.0):
         for begun in (2, 3):
-            rank = SimpleNamespace(_in=lambda store: store, _survey=survey, begun={"a gather": begun})
+            rank = SimpleNamespace(_keys=store, _survey=survey, begun={"a gather": begun})
             with mock.patch.object(time, "time", lambda now_s=now_s: now_s):
-                assert Watchdog._missed_by(rank, store) == (begun == 2, [(5, "barrier", "a line")], now_s)
+                assert Watchdog._missed_by(rank) == (begun == 2, [(5, "barrier", "a line")], now_s)
     assert len(surveys) == 2
 
 

@@ -373,7 +373,7 @@ def test_a_rank_in_a_barrier_of_all_ranks_waits_for_the_one_in_a_collective_call
         # Until rank 0 has looked several times.
         time.sleep(4)
         dist.barrier(group)
-    with mock.patch("hf_zero.presence.store_barrier._LOOK_S", 1.0):
+    with mock.patch("hf_zero.presence.watched_barrier._LOOK_S", 1.0):
         if len(others) < world_size:
             assert model.state_dict()["weight"].shape == (4, 4)
         elif rank == 0:

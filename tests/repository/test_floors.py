@@ -133,7 +133,8 @@ STORES_FOR_TORCH = {("hf_zero.diagnose.link_ranks", "FileStore")}
 
 STORE_CALLS = {
     ("Keys.check", "check"),
-    ("Keys.get", "get"),
+    ("Keys.find_bytes", "check"),
+    ("Keys.find_bytes", "get"),
     ("Keys.set", "set"),
     ("Keys.add", "add"),
     ("Keys.delete", "delete_key"),

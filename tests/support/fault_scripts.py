@@ -91,6 +91,9 @@ MOVED = {
         '            count["add"] += 1\n'
         "            self[key] = str(int(dict.get(self, key, 0)) + amount)\n"
         "            return int(self[key])\n\n"
+        "        def find(self, key):\n"
+        '            count["find"] += 1\n'
+        "            return dict.get(self, key)\n\n"
         "        def check(self, keys):\n"
     ),
     # scale_manifest: instead of adding up the old format, write manifests with the shards of all ranks, and read them back.
