@@ -381,6 +381,11 @@ class Gradients:
         if gradient.is_sparse:
             # Of an embedding with `sparse=True`. A flat bucket has room for all of its rows.
             gradient = gradient.to_dense()
+        if hasattr(gradient, "__tensor_flatten__"):
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} is a {type(gradient).__name__}, a wrapper of other tensors, and buckets "
+                "hold plain tensors. Return plain tensors from the layers whose weights are of this class."
+            )
         if not is_readable:
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so "

@@ -205,3 +205,17 @@ def test_tensors_in_an_optimizer_that_are_no_parameters_are_refused_on_all_ranks
         optimizer = torch.optim.SGD([*model.parameters(), model.held], lr=0.1)
         with pytest.raises(ValueError, match=r"SGD holds a Tensor of shape \(2,\) that is no nn\.Parameter"):
             ZeroEngine(model, [optimizer], settings)
+
+
+@on_shared_ranks
+def test_gradients_that_wrap_other_tensors_are_refused_on_all_ranks(rank, world_size):
+    """A frozen weight of a class whose results are of this class, too."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    for settings in STAGES[:3]:
+        model = net(lambda values: nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        engine = ZeroEngine(model, [optimizer], settings)
+        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is a TwoTensor, a wrapper of other tensors"):
+            model(torch.ones(4, WIDTH)).square().mean().backward()
+        engine.close()

@@ -115,6 +115,7 @@ ROWS = {
     "create_graph": "create_graph=True",
     "inside a backward, as by a hook": "inside a backward, from a hook",
     "torch.jit": "Modules of `torch.jit`",
+    "a wrapper of other tensors": "and gradients of such classes",
     "is a trained {}, which": "that are wrapper subclasses of tensors",
     "keeps its values in tensors of its own": "a base whose weights keep their values in tensors",
     "is not quantised yet": "Weights of bitsandbytes' layers that are not quantised yet",
