@@ -264,7 +264,7 @@ class Watch:
         return None
 
     def leave_reason(self, words: str, culprits: Sequence[int] = ()) -> None:
-        """Publishes why this rank gives up, for the ranks which will miss this one. Without `culprits`, it is its own error."""
+        """Publishes why this rank gives up, for ranks waiting for this one. Without `culprits`, by its own error."""
 
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the other ranks to finish as well; returns the unfinished ones."""

@@ -76,7 +76,7 @@ class RankReport:
 
 
 class Standing(Enum):
-    """Where another rank is, seen from a rank that waits in a collective."""
+    """Where another rank is, seen from a rank waiting in a collective."""
 
     LEFT_STEPS = auto()
     """The rank has reached the end of its script, and the waiting rank is in a collective of training."""
@@ -196,7 +196,7 @@ class StragglerReport:
         )
 
     def _is_ahead(self, where: RankState) -> bool:
-        """Whether another rank waits in a collective of training that this rank has started less often."""
+        """Whether another rank waits in a collective of training started less often by this rank."""
         theirs = where.waits_in
         if theirs is None or where.kind is None:
             return False

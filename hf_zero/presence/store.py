@@ -88,7 +88,7 @@ class StoreThread:
                     raise StoreSilentError(f"{keeper}, has not answered for {limit_s:.0f} s") from None
 
     def repeat(self, each: Callable[[], bool], period_s: float) -> None:
-        """Calls a function in the thread every `period_s`, until it returns False."""
+        """Calls a function in the thread every `period_s`, until a result of False."""
         self._each, self._period_s = each, period_s
         # Wake the thread.
         self._calls.put((lambda: None, Future()))
@@ -177,7 +177,7 @@ class Keys:
         return self._ask(lambda store, name: store.check([name]), key)
 
     def find(self, key: str) -> str | None:
-        """Returns a key's text; None without the key. Other ranks must not delete it: torch's `get` waits for a missing key."""
+        """Returns a key's text; None without the key. Other ranks must not delete keys: torch's `get` would wait."""
         found = self.find_bytes(key)
         return None if found is None else found.decode()
 

@@ -190,7 +190,7 @@ class Watchdog(Watch):
     # ---- missing ranks ----
 
     def look_for(self, wait: Wait, enough: int | None = None) -> tuple[list[int], str]:
-        """Returns the ranks that wait for this one in another collective, and the state of each rank. `enough`: see `_survey`."""
+        """Returns the ranks waiting for this one in another collective, and the state of each rank. `enough`: see `_survey`."""
         report = self._thread.ask(lambda: self._report(wait, script_line()[0], enough), _SURVEY_S)
         return [rank for rank, each in report.rank_reports.items() if each.waits_for(self.begun)], report.in_lines
 
