@@ -2,13 +2,14 @@
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..hooks.guards import ALIASING, Guard, Guarded
 from ..hooks.tensors import is_in_backward, leaves
@@ -16,8 +17,9 @@ from ..hooks.weak import WeakMethod
 
 # `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
 # more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts that read `p.grad` would silently skip the
-# parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read. Edits of elements in
-# place (`mul_`, `add_`, ...) are made on this rank's part, so noise, masks and decay train as under DDP.
+# parameter. The stand-in has the parameter's shape and dtype and allocates no memory. Edits of elements in place (`mul_`,
+# `add_`, ...) are made on this rank's part, so noise, masks and decay train as under DDP. Any other operation gathers the whole
+# gradient from all ranks, runs, and stores this rank's part of what it has written. A script reads on all ranks, as it trains.
 #
 # The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
 # and a parameter unused in the next backward is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A
@@ -27,6 +29,10 @@ from ..hooks.weak import WeakMethod
 
 class ShardedGradientError(RuntimeError):
     """A script read a gradient sharded over the ranks."""
+
+
+class UnpreparedStepError(ShardedGradientError):
+    """An optimizer that was not prepared is stepped."""
 
 
 _FRAMES_TO_STEP = 24
@@ -47,7 +53,7 @@ def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientErr
             if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
                 return None
             name = type(stepped).__name__
-            return ShardedGradientError(
+            return UnpreparedStepError(
                 f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not "
                 "prepared. Build the optimizer before accelerator.prepare(model, optimizer), and step the one that "
                 "prepare returns."
@@ -85,7 +91,27 @@ _LIKE = frozenset(
 """Operations that read the form of a gradient only, as for noise."""
 
 
-class ShardedGradient(torch.Tensor):
+class _Remote(torch.Tensor):
+    """A tensor without memory, whose values are parts of other ranks' memory.
+
+    Attributes:
+        stand_in: the gradient that has these values.
+    """
+
+    stand_in: "ShardedGradient"
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # dispatches as a plain tensor, at no cost
+
+    # torch reads the memory in C for these two.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()
+
+
+class ShardedGradient(_Remote):
     """Replaces a gradient sharded over the ranks.
 
     Attributes:
@@ -93,6 +119,7 @@ class ShardedGradient(torch.Tensor):
         shard: the tensor whose `.grad` is this rank's part of the reduced gradient; None if this rank has no part.
         part: the elements of this part in the flat parameter.
         await_shard: waits until the shard's values have arrived.
+        gather_whole: gathers the gradient, given this stand-in. Collective.
         state: whether the reduced gradient is held, zeroed or freed.
     """
 
@@ -100,19 +127,19 @@ class ShardedGradient(torch.Tensor):
     shard: nn.Parameter | None
     part: slice
     await_shard: Callable[[], None]
+    gather_whole: Callable[["ShardedGradient"], torch.Tensor | None]
     state: GradientState
     _name: str
-
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # dispatches as a plain tensor, at no cost
 
     @staticmethod
     def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
         self = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=device or parameter.device
         )
+        self.stand_in = self
         self.pending = None
         self.shard, self.part = None, slice(0)
-        self.await_shard = WeakMethod(None, None)
+        self.await_shard = self.gather_whole = WeakMethod(None, None)
         self.state = GradientState.HELD
         self._name = name
         return self
@@ -125,7 +152,7 @@ class ShardedGradient(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         if not isinstance(values, ShardedGradient):
             # torch would accept other values, which no step would read.
-            raise self._unreadable("setting its `data`")
+            raise self.unreadable("setting its `data`")
         _DATA.__set__(self, values)
 
     def take_pending(self) -> torch.Tensor | None:
@@ -159,20 +186,21 @@ class ShardedGradient(torch.Tensor):
 
     def take_shard_of(self, other: "ShardedGradient") -> None:
         """Replaces another stand-in of the same parameter."""
-        self.shard, self.part, self.await_shard = other.shard, other.part, other.await_shard
+        self.shard, self.part = other.shard, other.part
+        self.await_shard, self.gather_whole = other.await_shard, other.gather_whole
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the script may edit the reduced gradient: nothing is left to be added to it."""
+        """Whether the script may read and edit the reduced gradient: nothing is left to be added to it."""
         return self.state is GradientState.HELD and self.pending is None and not is_in_backward()
 
-    def _edit(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def edit(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Runs an operation of elements in place on this rank's part; `args` and `kwargs` come after the gradient itself."""
         if self.shard is None:
             return
         held = self.shard.grad
         if held is None:
-            raise self._unreadable(func)
+            raise self.unreadable(func)
 
         def cut(value: Any) -> Any:
             if not torch.is_tensor(value) or not value.dim():
@@ -183,6 +211,18 @@ class ShardedGradient(torch.Tensor):
         self.await_shard()
         # A call of the method, because gradients may be guarded by torch functions.
         getattr(held, func.overloadpacket.__name__)(*map(cut, args), **{name: cut(v) for name, v in kwargs.items()})
+
+    def gathered(self, operation: object) -> torch.Tensor:
+        """Gathers the gradient in the parameter's shape and dtype, as it is under DDP. Collective.
+
+        Raises:
+            ShardedGradientError: the gradient is not complete, or an optimizer reads it that was not prepared.
+        """
+        error = self.unreadable(operation)
+        whole = self.gather_whole(self) if self._is_complete and not isinstance(error, UnpreparedStepError) else None
+        if whole is None:
+            raise error
+        return whole.to(self.dtype).contiguous()
 
     def _add(self, gradient: torch.Tensor) -> None:
         if self.is_spent:
@@ -202,13 +242,13 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._unreadable("pickling")
+        raise self.unreadable("pickling")
 
-    def _unreadable(self, operation: object) -> ShardedGradientError:
+    def unreadable(self, operation: object) -> ShardedGradientError:
         return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
             f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor "
-            "change it here. Call accelerator.clip_grad_norm_ or clip_grad_value_ to clip, engine.full_grad(parameter) to "
-            "read, optimizer.zero_grad() to forget; do not wrap in DDP."
+            "change it here. Read it, or edit it in place, between the last backward and optimizer.step() and on all ranks. "
+            "Call accelerator.clip_grad_norm_ to clip, optimizer.zero_grad() to forget; do not wrap in DDP."
         )
 
     @classmethod
@@ -226,7 +266,7 @@ class ShardedGradient(torch.Tensor):
                 like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
                 return func(like, *args[1:], **kwargs or {})
             if packet in _EDITS and args[0]._is_complete:
-                args[0]._edit(func, args[1:], kwargs or {})
+                args[0].edit(func, args[1:], kwargs or {})
                 return args[0]
         if func is torch.ops.aten.zero_.default:
             # Called by `model.zero_grad(set_to_none=False)`, or by a script's own zeroing.
@@ -236,7 +276,85 @@ class ShardedGradient(torch.Tensor):
             # `model.to(...)` also moves gradients. This one has been freed, so only the stand-in moves.
             return args[0]._moved(**kwargs)
         # Any other operation needs values of all ranks. With zeros or None here, a clip would silently be wrong.
-        raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
+        return _run_on_whole(func, args, kwargs or {})
+
+
+def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation of torch with gathered gradients in place of stand-ins and their views.
+
+    Stores this rank's part of the gradients that the operation writes. An operation that returns views gathers nothing.
+    """
+    written = [each for each in _written(func, args, kwargs) if isinstance(each, _Remote)]
+    makes_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    whole: dict[ShardedGradient, torch.Tensor] = {}
+    given_for: dict[int, torch.Tensor] = {}
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, _Remote):
+            return value
+        stand_in = value.stand_in
+        if stand_in not in whole:
+            whole[stand_in] = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="meta")
+            if not makes_view:
+                whole[stand_in] = stand_in.gathered(func)
+        found = whole[stand_in]
+        if value is not stand_in:
+            found = found.as_strided(value.shape, value.stride(), value.storage_offset())
+        given_for[id(found)] = value
+        return found
+
+    # Kept in variables, because an id is unique only as long as its object lives.
+    given_args, given_kwargs = tree_map(given, (args, kwargs))
+    result = func(*given_args, **given_kwargs)
+    for each in written:
+        values = whole[each.stand_in]
+        if values.shape != each.stand_in.shape:
+            raise each.stand_in.unreadable(func)
+        each.stand_in.edit(torch.ops.aten.copy_.default, (values,), {})
+    viewed = next(iter(whole))
+
+    def returned(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in given_for:
+            return given_for[id(value)]
+        if not makes_view:
+            return value
+        if value.dtype != viewed.dtype:
+            raise viewed.unreadable(func)
+        return GradientView(viewed, value)
+
+    return tree_map(returned, result)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yields the arguments that an operation of torch writes."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+
+
+class GradientView(_Remote):
+    """A view of a sharded gradient, such as `p.grad[0]` or `p.grad.view(-1)`, without memory.
+
+    Attributes:
+        stand_in: the gradient. Each read of the view gathers it.
+    """
+
+    @staticmethod
+    def __new__(cls, stand_in: ShardedGradient, like: torch.Tensor) -> "GradientView":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=stand_in.dtype, device=stand_in.device
+        )
+        self.stand_in = stand_in
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
+        return f"GradientView({self.stand_in!r}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
+        return _run_on_whole(func, args, kwargs or {})
 
 
 def _is_by_autograd(target: object, added: object, *, alpha: float = 1) -> bool:

@@ -21,6 +21,12 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
     """Gathers the reduced gradient in the parameter's shape; None if no rank has one."""
     # Start with the barrier: a rank that calls alone gets an error with the name of the call, instead of hanging in a gather.
     slot.bucket.group.transport.barrier("full_grad", timeout_s)
+    return gathered_gradient(slot)
+
+
+@torch.no_grad()
+def gathered_gradient(slot: ParameterSlot) -> torch.Tensor | None:
+    """As `full_gradient`, for a read of `p.grad`: a rank that reads alone waits as long as in a collective."""
     row = slot.row
     if row is None or not row.has_gradient:
         # This rank joins as well, because the others wait for its shard of the bucket.
@@ -81,14 +87,22 @@ def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | No
         # Each rank has the whole tensor.
         parameter = slot.parameter
         return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
-    flat = allocate(bucket.layout.numel, dtype, bucket.device)
-    own = flat[bucket.own_interval.start : bucket.own_interval.stop]
-    if mine is not None and slot.row is not None:
-        own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
-    # All ranks of the bucket join, even without a part of this parameter, because a gather needs a part of each rank.
+    groups = bucket.group.groups
+    parts = [slot.interval.intersect(bucket.layout.shard(rank)) for rank in range(groups.shard_size)]
+    # All ranks of the bucket join, even without a part of this parameter, and all parts have the size of the largest one, because
+    # a gather needs equal parts of each rank.
+    numel = max(part.numel for part in parts if part is not None)
+    flat = allocate(groups.shard_size * numel, dtype, bucket.device)
+    own = flat[groups.shard_rank * numel : (groups.shard_rank + 1) * numel]
+    if mine is not None:
+        own[: mine.numel()].copy_(mine.reshape(-1))
     bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
-    # Clone, because a view would keep the whole bucket's buffer.
-    return slot.view_of(flat).clone()
+    whole = torch.empty(slot.interval.numel, dtype=dtype, device=bucket.device)
+    for part, sent in zip(parts, flat.view(groups.shard_size, numel)):
+        if part is not None:
+            at = part.shift(-slot.interval.start)
+            whole[at.start : at.stop] = sent[: part.numel]
+    return whole.view(slot.parameter.shape)
 
 
 def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:

@@ -23,6 +23,7 @@ from ..buckets.all_buckets import (
 )
 from ..buckets.bucket import BUCKET_OF, Bucket, Row
 from ..buckets.memory import UnshardedMemory
+from ..buckets.sharded_gradient import ShardedGradient
 from ..comm.waits import Label
 from ..config import AUTO, ConfigError
 from ..device import in_units
@@ -33,8 +34,9 @@ from ..engine.models import models_in
 from ..engine.parts import Parts
 from ..engine.rank_allocation import RankAllocation
 from ..hooks.tensors import is_in_backward
-from ..hooks.weak import WeakHook
+from ..hooks.weak import WeakHook, WeakMethod
 from ..layout import gradient_buffers
+from ..optimizer.full_state import gathered_gradient
 from ..optimizer.row_state import identity_of
 from ..optimizer.shared_settings import SharedSettings
 from .backward import Gradients, no_signal
@@ -147,6 +149,10 @@ class TrainingStep(StepContext):
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
         self._replicas: StepReplicas | None = None
+        # The number of backwards that had ended at the last read of a gradient.
+        self._read_after = 0
+        for slot in parts.slot_of.values():
+            slot.sharded_gradient.gather_whole = WeakMethod(self, TrainingStep.gather_gradient)
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
@@ -328,6 +334,26 @@ class TrainingStep(StepContext):
             # Compare parameters, not rows: all ranks must get the same answer.
             self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
         return self._found
+
+    def gather_gradient(self, stand_in: ShardedGradient) -> torch.Tensor | None:
+        """Gathers a gradient that a script reads in `p.grad`. Collective."""
+        if self._parts.groups.rank == 0:
+            # Python shows it once.
+            warnings.warn(
+                f"hf_zero: the script reads `p.grad`. At stage {self._config.stage} each read gathers the gradient from all "
+                "ranks, so read on all ranks. To clip or to log a norm, `accelerator.clip_grad_norm_` and "
+                "`engine.clip_grad_norm_` send one number.",
+                stacklevel=2,
+            )
+        self.gradients.recover()
+        slot = next((each for each in self._parts.slot_of.values() if each.sharded_gradient is stand_in), None)
+        if slot is None:
+            return None
+        if self._read_after != self.gradients.ended:
+            # A rank that reads alone gets an error with the line. Further reads after the same backward save the time.
+            slot.bucket.group.transport.barrier("a read of p.grad", self._config.comm.meeting_timeout_s)
+            self._read_after = self.gradients.ended
+        return gathered_gradient(slot)
 
     # ---- failed passes ----
 

@@ -11,7 +11,15 @@ from launching import launch
 SECONDS = 20.0
 """In which every survivor has ended, where ranks are waited for 8 s, on a machine that has nothing else to do."""
 
-LONE = ("lone full_grad", "lone save_pretrained", "lone save_state", "lone clip", "lone barrier", "lone all_reduce")
+LONE = (
+    "lone full_grad",
+    "lone read of p.grad",
+    "lone save_pretrained",
+    "lone save_state",
+    "lone clip",
+    "lone barrier",
+    "lone all_reduce",
+)
 FAULTS = ("stopped", "sleeping", "killed", "exception", "sys.exit", *LONE)
 
 
@@ -43,6 +51,7 @@ SHORT = {
     "stopped": {"stage": 2, "world_size": 3},
     "exception": {"stage": 1},
     "lone full_grad": {"stage": 3},
+    "lone read of p.grad": {"stage": 2},
 }
 """A few of the matrix, in a short time."""
 MORE = {
@@ -124,6 +133,10 @@ def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
     assert "only some ranks came to full_grad" in second and "engine_of(model).full_grad" in second
     # Both give up after as long: the second to do so may say that the other has ended, with its words.
     assert "full_grad" in first
+    first, second = (outcome["said"] for outcome in short_runs["lone read of p.grad"])
+    assert (
+        "only some ranks came to a read of p.grad" in second and ".grad.norm()" in second and "read of p.grad" in first
+    )
 
 
 @pytest.mark.slow

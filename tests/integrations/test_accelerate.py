@@ -1049,11 +1049,11 @@ def test_an_optimizer_that_was_built_after_prepare_is_named(rank, world_size, st
         said.append(str(error.value))
         first.zero_grad()
     # A hook of the prepared optimizer's own that reads a gradient is no step without the engine.
-    first.optimizer.register_step_pre_hook(lambda *_: model[0].weight.grad.norm())
+    norms = []
+    first.optimizer.register_step_pre_hook(lambda *_: norms.append(model[0].weight.grad.norm()))
     accelerator.backward(model(torch.ones(5, 64)).sum())
-    with pytest.raises(RuntimeError, match="is sharded over the ranks") as error:
-        first.step()
-    assert "was not prepared" not in str(error.value)
+    first.step()
+    assert norms[0] > 0
     for name, told in zip(("AdamW", "SGD", "Adafactor", "AdamW"), said, strict=True):
         assert f"this {name} was not prepared" in told and "accelerator.prepare(model, optimizer)" in told
         assert len(told.split()) <= 35

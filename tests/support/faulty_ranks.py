@@ -274,6 +274,12 @@ def looks_at_a_gradient(_accelerator: Accelerator, model: nn.Module, _folder: Pa
     engine_of(model).full_grad(next(model.parameters()))
 
 
+def reads_a_gradient(accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
+    accelerator.backward(model(**gpt2_batch(torch.Generator().manual_seed(0), 2)).loss)
+    if accelerator.process_index == 1:
+        next(model.parameters()).grad.norm()
+
+
 def forwards_once_more(_accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
     model(**gpt2_batch(torch.Generator().manual_seed(0), 2))
 
@@ -285,6 +291,7 @@ FAULTS: dict[str, Callable[..., object]] = {
     "exception": raises,
     "sys.exit": alone(lambda *_: sys.exit(0)),
     "lone full_grad": alone(looks_at_a_gradient),
+    "lone read of p.grad": reads_a_gradient,
     "lone save_pretrained": saves_alone,
     "lone save_state": alone(lambda accelerator, _, folder: accelerator.save_state(str(folder / "state"))),
     "lone clip": alone(lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 1.0)),
