@@ -60,7 +60,7 @@ def lay_gradients(bucket: Bucket, flat: torch.Tensor) -> None:
 
 
 def flat_gradients(bucket: Bucket) -> list[tuple[Interval, torch.Tensor]] | None:
-    """Returns the reduced gradients as the fewest flat views; None if they are laid out differently or not plain.
+    """Returns the reduced gradients as the fewest flat views; None if laid out differently or not plain.
 
     Clipped gradients whose coefficients a kernel multiplies count as plain.
     """

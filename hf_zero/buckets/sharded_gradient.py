@@ -32,7 +32,7 @@ class ShardedGradientError(RuntimeError):
 
 
 class UnpreparedStepError(ShardedGradientError):
-    """An optimizer that was not prepared is stepped."""
+    """A script steps an unprepared optimizer."""
 
 
 _FRAMES_TO_STEP = 24
@@ -191,7 +191,7 @@ class ShardedGradient(_Remote):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the script may read and edit the reduced gradient: nothing is left to be added to it."""
+        """Whether the script may read and edit the reduced gradient: the sum is complete."""
         return self.state is GradientState.HELD and self.pending is None and not is_in_backward()
 
     def edit(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class ShardedGradient(_Remote):
         getattr(held, func.overloadpacket.__name__)(*map(cut, args), **{name: cut(v) for name, v in kwargs.items()})
 
     def gathered(self, operation: object) -> torch.Tensor:
-        """Gathers the gradient in the parameter's shape and dtype, as it is under DDP. Collective.
+        """Gathers the gradient in the parameter's shape and dtype, as under DDP. Collective.
 
         Raises:
             ShardedGradientError: the gradient is not complete, or an optimizer reads it that was not prepared.
@@ -328,7 +328,7 @@ def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yields the arguments that an operation of torch writes."""
+    """Yields the arguments written by an operation of torch."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from leaves(args[number] if number < len(args) else kwargs.get(argument.name))

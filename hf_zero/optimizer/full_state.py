@@ -26,7 +26,7 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
 
 @torch.no_grad()
 def gathered_gradient(slot: ParameterSlot) -> torch.Tensor | None:
-    """As `full_gradient`, for a read of `p.grad`: a rank that reads alone waits as long as in a collective."""
+    """As `full_gradient`, for a read of `p.grad`: a lone rank waits as long as in a collective."""
     row = slot.row
     if row is None or not row.has_gradient:
         # This rank joins as well, because the others wait for its shard of the bucket.

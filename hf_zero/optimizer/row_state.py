@@ -40,7 +40,7 @@ class _ShardMark(str):
 
 
 class RowState:
-    """The state of an optimizer's rows, and what a script sees as its state. State from before the engine is cut to the rows.
+    """The state of an optimizer's rows, and the state shown to a script. State from before the engine is cut to the rows.
 
     Args:
         rows: the rows of the optimizer, in order.

@@ -562,7 +562,7 @@ def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
 
 
 def _calls(nbytes: int, in_blocks: bool) -> int:
-    """Returns the number of collectives that send a bucket's bytes: codes and scales of blocks are sent separately."""
+    """Returns the number of collectives for a bucket's bytes: codes and scales of blocks are sent separately."""
     return (2 if in_blocks else 1) if nbytes else 0
 
 

@@ -89,7 +89,7 @@ class Standing(Enum):
     HERE = auto()
     """The rank waits in the same collective."""
     PAST = auto()
-    """The rank gave up in a collective that the waiting rank has begun as well."""
+    """The rank gave up in a collective begun by the waiting rank as well."""
     IN_ANOTHER = auto()
     """The rank waits in another collective."""
     IN_SCRIPT = auto()

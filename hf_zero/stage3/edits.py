@@ -16,7 +16,7 @@ _OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero
 
 
 def written(slots: Iterable[ParameterSlot], versions: Iterable[int]) -> list[ParameterSlot]:
-    """Returns the slots whose parameter was written to in place since it had this version."""
+    """Returns the slots whose parameter was written to in place since this version."""
     return [slot for slot, version in zip(slots, versions) if slot.parameter._version != version]
 
 

@@ -336,7 +336,7 @@ class TrainingStep(StepContext):
         return self._found
 
     def gather_gradient(self, stand_in: ShardedGradient) -> torch.Tensor | None:
-        """Gathers a gradient that a script reads in `p.grad`. Collective."""
+        """Gathers a gradient for a script's read of `p.grad`. Collective."""
         if self._parts.groups.rank == 0:
             # Python shows it once.
             warnings.warn(
