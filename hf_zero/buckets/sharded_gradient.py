@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..hooks.guards import ALIASING, Guard, Guarded
 from ..hooks.tensors import is_in_backward, leaves
@@ -285,13 +285,11 @@ def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Stores this rank's part of the gradients that the operation writes. An operation that returns views gathers nothing.
     """
     written = [each for each in _written(func, args, kwargs) if isinstance(each, _Remote)]
-    makes_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    makes_view = func.is_view
     whole: dict[ShardedGradient, torch.Tensor] = {}
     given_for: dict[int, torch.Tensor] = {}
 
-    def given(value: Any) -> Any:
-        if not isinstance(value, _Remote):
-            return value
+    def given(value: Any) -> torch.Tensor:
         stand_in = value.stand_in
         if stand_in not in whole:
             whole[stand_in] = torch.empty(stand_in.shape, dtype=stand_in.dtype, device="meta")
@@ -304,7 +302,7 @@ def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return found
 
     # Kept in variables, because an id is unique only as long as its object lives.
-    given_args, given_kwargs = tree_map(given, (args, kwargs))
+    given_args, given_kwargs = tree_map_only(_Remote, given, (args, kwargs))
     result = func(*given_args, **given_kwargs)
     for each in written:
         values = whole[each.stand_in]
@@ -313,9 +311,7 @@ def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         each.stand_in.edit(torch.ops.aten.copy_.default, (values,), {})
     viewed = next(iter(whole))
 
-    def returned(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def returned(value: torch.Tensor) -> torch.Tensor:
         if id(value) in given_for:
             return given_for[id(value)]
         if not makes_view:
@@ -324,14 +320,16 @@ def _run_on_whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             raise viewed.unreadable(func)
         return GradientView(viewed, value)
 
-    return tree_map(returned, result)
+    return tree_map_only(torch.Tensor, returned, result)
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yields the arguments written by an operation of torch."""
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+    """Yields the arguments written by an operation of torch: the first one if its name ends with `_`, and outputs."""
+    if func.overloadpacket.__name__.endswith("_"):
+        yield from leaves(args[0])
+    for name, value in kwargs.items():
+        if name.startswith("out"):
+            yield from leaves(value)
 
 
 class GradientView(_Remote):

@@ -11,6 +11,7 @@ from ..buckets.all_buckets import rows_with_gradient
 from ..buckets.clipped_gradient import widen
 from ..comm.waits import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig
+from ..hooks.guards import look_only
 from ..hooks.weak import attach, detach
 from ..optimizer.full_state import full_gradient, full_master, full_state, slot_of
 from ..presence.error_hook import ErrorHook
@@ -501,8 +502,12 @@ class ZeroEngine:
                 "hf_zero: add_param_group was given a parameter that the optimizer has already. Leave it out."
             )
         slots, optimizers = list(self._parts.slot_of.values()), [sharded.optimizer for sharded in self.optimizers]
+        timeout_s = self.config.comm.meeting_timeout_s
         states = {slot.parameter: on_host(self.full_state(slot.parameter)) for slot in slots}
         masters = {slot.parameter: full_master(slot, self._parts.storage) for slot in slots}
+        # As under DDP, sums of parameters of no optimizer wait for the optimizer that gets the parameters.
+        idle = [slot.parameter for slot in slots if slot.bucket.key.optimizer < 0]
+        sums = {parameter: full_gradient(slot_of(parameter, self._parts.slot_of), timeout_s) for parameter in idle}
         watch = self.transport.watch
         self.close()
         optimizer.add_param_group(group)
@@ -519,6 +524,10 @@ class ZeroEngine:
                 interval = row.layout.in_parameter
                 self._parts.storage.put_master(row, master.reshape(-1)[interval.start : interval.stop])
         self._step.row_writes.follow(self.buckets)
+        with look_only():
+            # The next backward adds to these sums. They are equal on all ranks, so their mean is the sum itself.
+            for parameter, gradient in sums.items():
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def close(self, *, rank0_only: bool = False) -> None:
         """Makes the model and optimizers plain again: no hooks, parameters in separate memory, whole parameters in the groups.

@@ -190,8 +190,8 @@ SEAMS = (
     Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
-        where=("hooks", "buckets/clipped_gradient"),
-        why="Finds tensors inside any containers returned by models, like torch itself.",
+        where=("hooks", "buckets/clipped_gradient", "buckets/sharded_gradient"),
+        why="Finds tensors inside any containers of models and of torch's operations, like torch itself.",
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),
     Seam(

@@ -351,7 +351,7 @@ class TrainingStep(StepContext):
             return None
         if self._read_after != self.gradients.ended:
             # A rank that reads alone gets an error with the line. Further reads after the same backward save the time.
-            slot.bucket.group.transport.barrier("a read of p.grad", self._config.comm.meeting_timeout_s)
+            slot.bucket.group.transport.barrier("reads of p.grad", self._config.comm.meeting_timeout_s)
             self._read_after = self.gradients.ended
         return gathered_gradient(slot)
 

@@ -135,7 +135,7 @@ def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
     assert "full_grad" in first
     first, second = (outcome["said"] for outcome in short_runs["lone read of p.grad"])
     assert (
-        "only some ranks came to a read of p.grad" in second and ".grad.norm()" in second and "read of p.grad" in first
+        "only some ranks came to reads of p.grad" in second and ".grad.norm()" in second and "reads of p.grad" in first
     )
 
 

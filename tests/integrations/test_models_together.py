@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate_job import make_accelerator
-from cells import short_rows, slow
+from cells import short_of, short_rows, slow
 from shared_ranks import run_on_ranks
 from torch import nn
 from trainer_job import as_launched, history, make_trainer
@@ -326,10 +326,13 @@ def test_models_are_prepared_in_any_order(order, stage, tmp_path):
     assert runs["ddp"] == runs[f"attach {stage}"]
 
 
-def unfrozen(rank: int, world_size: int, door: str, freezes: bool, settings: dict | None = None) -> tuple:
+def unfrozen(
+    rank: int, world_size: int, door: str, freezes: bool, settings: dict | None = None, zeroes: bool = True
+) -> tuple:
     """Losses and weights of a model whose second block and head of a loss are added to the optimizer after two steps.
 
     Args:
+        zeroes: zeroes the gradients of the parameters that no optimizer has yet, which sum up otherwise.
         settings: of SGD, which has the block from the start, with a rate of 0; else AdamW gets it later.
     """
     as_launched(rank, world_size)
@@ -359,8 +362,8 @@ def unfrozen(rank: int, world_size: int, door: str, freezes: bool, settings: dic
         loss = model(noise, text).square().mean()
         accelerator.backward(loss)
         optimizer.step()
-        # A parameter that no optimizer has yet keeps its gradient otherwise.
-        model.zero_grad()
+        if zeroes:
+            model.zero_grad()
         optimizer.zero_grad()
         losses.append(loss.item())
     state = accelerator.get_state_dict(model)
@@ -376,6 +379,15 @@ def test_a_block_that_is_added_to_the_optimizer_in_training_is_trained_as_under_
     assert [losses for losses, _ in zero] == [losses for losses, _ in ddp]
     assert zero[0][1].keys() == ddp[0][1].keys()
     assert all(np.array_equal(zero[0][1][name], values) for name, values in ddp[0][1].items())
+
+
+@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [3]))
+def test_sums_of_a_block_in_no_optimizer_wait_for_its_optimizer_as_under_ddp(stage):
+    ddp = run_on_ranks(unfrozen, door="ddp", freezes=False, zeroes=False)
+    zero = run_on_ranks(unfrozen, door=f"attach {stage}", freezes=False, zeroes=False)
+    assert [losses for losses, _ in zero] == [losses for losses, _ in ddp]
+    # Earlier sums are added in another order.
+    assert all(np.allclose(zero[0][1][name], values, rtol=1e-5, atol=1e-7) for name, values in ddp[0][1].items())
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ ROWS = {
     "is trained in {}, and buckets hold": "Trained parameters of complex numbers",
     "without loss scaling": "float16 parameters without a scaler",
     "can be unscaled only once": "unscaling before all micro-batches",
-    "can neither read nor change": "Reading, pickling or replacing `p.grad`",
+    "can neither read nor change": "pickling or replacing `p.grad`; reading it within a backward",
     "was set by hand": "replacing `p.grad`",
     "is wanted once more": "without `zero_grad()` between",
     "under no_sync and never reduced": "all in `no_sync`",
