@@ -327,9 +327,8 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yields the arguments written by an operation of torch: the first one if its name ends with `_`, and outputs."""
     if func.overloadpacket.__name__.endswith("_"):
         yield from leaves(args[0])
-    for name, value in kwargs.items():
-        if name.startswith("out"):
-            yield from leaves(value)
+    # Tensors in `kwargs` are outputs, with few exceptions. To store these again changes nothing.
+    yield from leaves(list(kwargs.values()))
 
 
 class GradientView(_Remote):

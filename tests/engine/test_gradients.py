@@ -288,6 +288,7 @@ GATHERED_EDITS = {
     "itself": lambda grad: grad.add_(grad),
     "sorted": lambda grad: grad.copy_(grad.sort(0)[0]),
     "an output": lambda grad: torch.mul(grad, 2.0, out=grad),
+    "one of several outputs": lambda grad: torch.sort(grad, 0, out=(grad, torch.zeros(grad.shape, dtype=torch.long))),
 }
 REFUSED_EDITS = {
     "data replaced": lambda grad: setattr(grad, "data", torch.ones(grad.shape)),
