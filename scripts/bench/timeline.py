@@ -396,13 +396,13 @@ def measure(
         {name: values.to(standin_device.NAME) for name, values in workload.make_batch(0, number).items()}
         for number in range(accumulation)
     ]
-    marks: list[float] = []
+    marks: list[tuple[float, int, int]] = []
     losses = []
     with host.noting():
         compiled.start_clock(link, link, memory, LAUNCH_S, CPU_FACTOR)
         # One more, which shows when the last one ends.
         for _ in range(WARMUP_STEPS + steps + 1):
-            marks.append(compiled.busy())
+            marks.append((compiled.busy(), compiled.noted(), len(host.spans)))
             for number, batch in enumerate(batches):
                 with ExitStack() as stack:
                     if number + 1 < len(batches):
@@ -416,18 +416,21 @@ def measure(
                 optimizer.step()
                 optimizer.zero_grad()
         spans = compiled.end_clock()
-    found = [Span(kind, label, 1e3 * begin, 1e3 * end) for kind, label, _, begin, end in spans]
-    found += [Span(lane, label, 1e3 * begin, 1e3 * end, 1e3 * busy) for lane, label, begin, end, busy in host.spans]
+    of_device = [Span(kind, label, 1e3 * begin, 1e3 * end) for kind, label, _, begin, end in spans]
+    of_host = [Span(lane, label, 1e3 * begin, 1e3 * end, 1e3 * busy) for lane, label, begin, end, busy in host.spans]
+    found = of_device + of_host
     first = units_of(model, model_name)[0][0]
     begins = [span.begin_ms for span in found if span.lane == "kernel" and span.label == f"forward {first}"]
     steps_ms = list(zip(begins[::accumulation], begins[accumulation::accumulation]))[WARMUP_STEPS:]
     engine.close()
-    computed_ms = [1e3 * (end - begin) for begin, end in pairwise(marks)][WARMUP_STEPS:]
     return {
         "steps": [
-            _figures(found, begin, end, accumulation * PLAIN_MS[model_name])
-            | {"script_ms": script_ms, "planned_ms": 1e3 * planned.step_s}
-            for (begin, end), script_ms in zip(steps_ms, computed_ms)
+            # The spans that the step noted, of which some begin after the next step's first kernel.
+            _figures(of_device[device:next_device] + of_host[at_host:next_host], accumulation * PLAIN_MS[model_name], *step)
+            | {"script_ms": 1e3 * (next_busy - busy), "planned_ms": 1e3 * planned.step_s}
+            for step, ((busy, device, at_host), (next_busy, next_device, next_host)) in zip(
+                steps_ms, list(pairwise(marks))[WARMUP_STEPS:]
+            )
         ],
         "spans": [
             replace(span, begin_ms=span.begin_ms - steps_ms[-1][0], end_ms=span.end_ms - steps_ms[-1][0]).__dict__
@@ -441,11 +444,10 @@ def measure(
     }
 
 
-def _figures(spans: list[Span], begin_ms: float, end_ms: float, kernels_ms: float) -> dict[str, float]:
+def _figures(spans: list[Span], kernels_ms: float, begin_ms: float, end_ms: float) -> dict[str, float]:
     """Figures of the step from one forward's begin to the next one's."""
-    mine = [span for span in spans if begin_ms <= span.begin_ms < end_ms]
     totals: dict[str, float] = defaultdict(float)
-    for span in mine:
+    for span in spans:
         if span.lane in ("host", "host thread"):
             totals[span.label.rstrip("0123456789 ")] += span.busy_ms
         else:

@@ -228,6 +228,11 @@ void define_clock(pybind11::module& module) {
     pass_observer.reset();
     return std::exchange(spans, {});
   });
+  // The number of spans that have been noted.
+  module.def("noted", [] {
+    Locked guard;
+    return spans.size();
+  });
   module.def("now", &now);
   // Seconds that this thread has computed, without its waits.
   module.def("busy", [] { return busy_of(own_clock()); });
