@@ -17,9 +17,9 @@ from ..hooks.weak import WeakMethod
 
 # `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
 # more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts that read `p.grad` would silently skip the
-# parameter. The stand-in has the parameter's shape and dtype and allocates no memory. Edits of elements in place (`mul_`,
-# `add_`, ...) are made on this rank's part, so noise, masks and decay train as under DDP. Any other operation gathers the whole
-# gradient from all ranks, runs, and stores this rank's part of what it has written. A script reads on all ranks, as it trains.
+# parameter. The stand-in has the parameter's shape and dtype and allocates no memory. Elementwise edits in place (`mul_`,
+# `add_`, ...) change this rank's part only, so noise, masks and decay train as under DDP. For any other operation, all ranks
+# gather the whole gradient and run the operation. Each rank then stores its part of a changed gradient.
 #
 # The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
 # and a parameter unused in the next backward is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from .arrivals import CommunicationError, RankProcesses, in_words
 from .store import CALL_S, Keys, StoreSilentError, opened_store
 
-# [Note: a barrier through the store] gloo's own monitored barrier measures time only on rank 0, and a timeout closes the
-# connections of its group. Here, the first rank calls under a new name, and the other ranks count themselves under this name.
-# The first rank waits for their number, looks missing ranks up, because a store does not report a dead rank, and publishes one
-# word for all ranks: empty, or the reason to give up. The other ranks wait for this word, and only look the first rank up. So a
-# rank makes a few requests, however many ranks there are.
+# [Note: a barrier through the store] gloo has a monitored barrier, but only its rank 0 has a time limit, and a timeout closes the
+# connections of the group. This barrier uses the store instead. The first rank publishes a new name, the call. Each other rank
+# increments a counter of this name. The first rank waits until the counter has the number of the other ranks, and checks the
+# processes of missing ranks meanwhile, because a store does not report dead ranks. At the end, the first rank publishes one word
+# for all ranks: an empty text or the reason to give up. The other ranks wait for this word and check only the first rank's
+# process. So the number of requests of a rank does not depend on the number of ranks.
 #
-# torchrun may restart ranks with the store of their predecessors, so an entry in the store alone does not prove an arrival. A
-# word from before a rank's answer belongs to an earlier call, and the rank waits for a new call.
+# torchrun may restart ranks with the store of their predecessors, so an entry in the store alone does not prove an arrival. If a
+# call already has a word when a rank first sees it, the call is an earlier one, and the rank waits for a new call.
 
 _PAUSE_S = 0.02
 _LOOK_S = 0.5
