@@ -502,12 +502,11 @@ class ZeroEngine:
                 "hf_zero: add_param_group was given a parameter that the optimizer has already. Leave it out."
             )
         slots, optimizers = list(self._parts.slot_of.values()), [sharded.optimizer for sharded in self.optimizers]
-        timeout_s = self.config.comm.meeting_timeout_s
         states = {slot.parameter: on_host(self.full_state(slot.parameter)) for slot in slots}
         masters = {slot.parameter: full_master(slot, self._parts.storage) for slot in slots}
         # As under DDP, sums of parameters of no optimizer wait for the optimizer that gets the parameters.
-        idle = [slot.parameter for slot in slots if slot.bucket.key.optimizer < 0]
-        sums = {parameter: full_gradient(slot_of(parameter, self._parts.slot_of), timeout_s) for parameter in idle}
+        idle = [slot for slot in slots if slot.bucket.key.optimizer < 0]
+        sums = {slot.parameter: full_gradient(slot, self.config.comm.meeting_timeout_s) for slot in idle}
         watch = self.transport.watch
         self.close()
         optimizer.add_param_group(group)

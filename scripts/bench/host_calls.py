@@ -32,7 +32,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import median
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -131,13 +131,8 @@ class Counts(NamedTuple):
     rounds_us: list[float]
 
 
-class _Uncounted:
-    """CPU time that this script itself has spent inside the steps so far, in ns."""
-
-    ns = 0
-
-
-_uncounted = _Uncounted()
+_uncounted = SimpleNamespace(ns=0)
+"""CPU time that this script itself has spent inside the steps so far."""
 
 
 class Loop:
