@@ -419,6 +419,7 @@ def measure(
     of_device = [Span(kind, label, 1e3 * begin, 1e3 * end) for kind, label, _, begin, end in spans]
     of_host = [Span(lane, label, 1e3 * begin, 1e3 * end, 1e3 * busy) for lane, label, begin, end, busy in host.spans]
     found = of_device + of_host
+    kernels_ms = accumulation * PLAIN_MS[model_name]
     first = units_of(model, model_name)[0][0]
     begins = [span.begin_ms for span in found if span.lane == "kernel" and span.label == f"forward {first}"]
     steps_ms = list(zip(begins[::accumulation], begins[accumulation::accumulation]))[WARMUP_STEPS:]
@@ -426,7 +427,7 @@ def measure(
     return {
         "steps": [
             # The spans that the step noted, of which some begin after the next step's first kernel.
-            _figures(of_device[device:next_device] + of_host[at_host:next_host], accumulation * PLAIN_MS[model_name], *step)
+            _figures(of_device[device:next_device] + of_host[at_host:next_host], kernels_ms, *step)
             | {"script_ms": 1e3 * (next_busy - busy), "planned_ms": 1e3 * planned.step_s}
             for step, ((busy, device, at_host), (next_busy, next_device, next_host)) in zip(
                 steps_ms, list(pairwise(marks))[WARMUP_STEPS:]
