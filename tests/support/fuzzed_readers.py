@@ -8,6 +8,7 @@ A reader must not open a file outside of its folder, and its memory use must not
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -488,9 +489,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reader", choices=READERS)
     parser.add_argument("runs", type=int)
+    parser.add_argument(
+        "--traced-every", type=int, default=1, help="measure the memory of one input in so many (default: all)"
+    )
     options = parser.parse_args()
     if not find_spec("atheris"):
-        wrong = fuzz_readers(0, 1, {options.reader: options.runs}, seed=random.randrange(2**32))
+        runs = {options.reader: options.runs}
+        wrong = fuzz_readers(0, 1, runs, traced_every=options.traced_every, seed=random.randrange(2**32))
         sys.exit("\n".join(wrong) or 0)
     import atheris
 
@@ -504,8 +509,10 @@ def main() -> None:
         for number, seed in enumerate(fuzz.reader.seeds):
             (Path(corpus) / str(number)).write_bytes(seed)
 
+        numbers = itertools.count()
+
         def test(content: bytes) -> None:
-            faults = fuzz.faults(content)
+            faults = fuzz.faults(content, traced=next(numbers) % options.traced_every == 0)
             assert not faults, faults
 
         def mutate(content: bytes, most_bytes: int, seed: int) -> bytes:
