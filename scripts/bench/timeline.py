@@ -50,6 +50,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.forecast.peak import Activations
+from hf_zero.integrations.drawing import INK, write_png
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.planner.layouts import lay_out, ranks_without_a_group, step_time
 from hf_zero.planner.search import Machine
@@ -539,35 +540,35 @@ COLORS = {
 
 
 def draw(path: Path, runs: list[tuple[str, list[Span]]]) -> None:
-    """Draws one step of each run, one below the other: a bar for each span, by lane."""
+    """Draws one step of each run, one below the other, without a background: a bar for each span, by lane."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(len(runs), 1, sharex=True, squeeze=False, figsize=(14, 0.8 + 2.4 * len(runs)))
-    for axis, (title, spans) in zip(axes[:, 0], runs):
-        lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
-        for span in spans:
-            kind = span.label.split(" ")[0]
-            place = lanes.index(span.lane)
-            color = COLORS.get(kind, "lightgray") if "waits" not in span.lane else "lightgray"
-            axis.barh(place, span.ms, left=span.begin_ms, height=0.8, color=color, edgecolor="white", linewidth=0.4)
-            number = span.label.rpartition(" ")[2]
-            if number.isdigit() and span.lane in ("down", "up", "host") and span.ms > 1.2:
-                middle = span.begin_ms + span.ms / 2
-                axis.text(middle, place, number, ha="center", va="center", fontsize=6, color="white")
-        axis.set_yticks(range(len(lanes)), lanes)
-        axis.invert_yaxis()
-        axis.set_title(title, loc="left", fontsize=10)
-    axes[-1, 0].set_xlabel("ms from the step's first kernel")
-    used = {span.label.split(" ")[0] for _, spans in runs for span in spans if "waits" not in span.lane}
-    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in used]
-    figure.legend(handles=handles, loc="upper right", ncol=len(handles), fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with matplotlib.rc_context(dict.fromkeys(inked, INK) | {"axes.facecolor": "none", "legend.frameon": False}):
+        figure = Figure(figsize=(14, 0.8 + 2.4 * len(runs)), facecolor="none", layout="constrained")
+        axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)
+        for axis, (title, spans) in zip(axes[:, 0], runs):
+            lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
+            for span in spans:
+                kind = span.label.split(" ")[0]
+                lane = lanes.index(span.lane)
+                color = COLORS.get(kind, "lightgray") if "waits" not in span.lane else "lightgray"
+                axis.barh(lane, span.ms, left=span.begin_ms, height=0.8, color=color, edgecolor=INK, linewidth=0.4)
+                number = span.label.rpartition(" ")[2]
+                if number.isdigit() and span.lane in ("down", "up", "host") and span.ms > 1.2:
+                    middle = span.begin_ms + span.ms / 2
+                    axis.text(middle, lane, number, ha="center", va="center", fontsize=6, color="white")
+            axis.set_yticks(range(len(lanes)), lanes)
+            axis.invert_yaxis()
+            axis.set_title(title, loc="left", fontsize=10)
+        axes[-1, 0].set_xlabel("ms from the step's first kernel")
+        used = {span.label.split(" ")[0] for _, spans in runs for span in spans if "waits" not in span.lane}
+        handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in used]
+        figure.legend(handles=handles, loc="outside upper right", ncol=len(handles), fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_png(figure, path, dpi=110)
     print(f"drawn in {path}")
 
 
