@@ -68,11 +68,8 @@ class Room:
     def describe(self, forecast: Forecast) -> str:
         """Formats the verdict and its reason: `close: 390 of 390 MB`."""
         where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
-        if there:
-            how = f"{where}, {of(needed, there)}" if where else of(needed, there)
-        else:
-            how = f"{size(needed)} of {where}, none was given (--{where.replace(' ', '-')})"
-        return f"{self.fit_of(forecast)}: {how}"
+        how = f"{where}, {of(needed, there)}" if where else of(needed, there)
+        return f"{self.fit_of(forecast)}: {how if there else f'{size(needed)} of {where}, none was given'}"
 
     def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
         """Returns (memory, needed bytes, free bytes) of the host or the disk if offloaded state does not fit, otherwise None."""
