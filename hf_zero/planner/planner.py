@@ -187,6 +187,8 @@ def make_plan(
             recomputed=lambda: traced(recomputes=True)[0],
             halved=lambda: None if request.batch % 2 or given is not None else traced(request=halves)[0],
         )
+    if room.host == 0 and any(each.forecast.host_bytes for each in found):
+        why.append("Set-ups with state in host memory fit only if `host_memory` (--host-memory) is given.")
     why += advice_on_files(found, room, request.machine, numels[0])
     why += _advice_on_links(job, choice, request)
     return Plan(
