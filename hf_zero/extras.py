@@ -40,9 +40,9 @@ EXTRAS = {
         what="Gradients and parameters in int8 blocks, and outer steps between groups of ranks.",
         switch="`comm.gradients`, `comm.weights` or `comm.sync_every`",
         factories=(
-            "reductions:quantised_reduction",
-            "gathers:QuantisedGather",
-            "quantise:BlockFormat",
+            "reductions:quantized_reduction",
+            "gathers:QuantizedGather",
+            "quantize:BlockFormat",
             "outer:SyncedEvery",
         ),
     ),

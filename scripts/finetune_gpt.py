@@ -85,7 +85,7 @@ def main():
         splits = load_text(data_args)
     tokenizer = finetuning.load_or_train(
         model_args,
-        finetuning.train_for_language_modelling,
+        finetuning.train_for_language_modeling,
         splits["train"]["text"],
         training_args.output_dir,
         resuming=checkpoint is not None,
@@ -109,7 +109,7 @@ def main():
         return {"eval_loss": metrics["eval_loss"], "perplexity": math.exp(metrics["eval_loss"])}
 
     speed = {"rate": "train_tokens_per_second", "rows": data_args.block_size}
-    finetuning.run_trainer("GPT language modelling", trainer, checkpoint, evaluated, **speed)
+    finetuning.run_trainer("GPT language modeling", trainer, checkpoint, evaluated, **speed)
 
 
 if __name__ == "__main__":

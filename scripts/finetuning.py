@@ -311,7 +311,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def docstrings() -> DatasetDict:
-    """Docstrings (`text`) of functions and classes, labelled by their package (`label`)."""
+    """Docstrings (`text`) of functions and classes, labeled by their package (`label`)."""
     package_of: dict[str, int] = {}
     for label, package in enumerate(PACKAGES):
         for _, source in _modules(package):
@@ -352,7 +352,7 @@ def _split(rows: list[dict], features: Features) -> DatasetDict:
 
 @dataclass
 class ClassificationArguments(DataArguments):
-    """The labelled text to train on. By default, docstrings labelled by their package."""
+    """The labeled text to train on. By default, docstrings labeled by their package."""
 
     text_column: str | None = HfArg(
         default=None, help="Column of the text, or two of a pair: `premise,hypothesis`. Unset: found by its name."
@@ -466,7 +466,7 @@ def train_for_classification(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **tokens)
 
 
-def train_for_language_modelling(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_for_language_modeling(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Train a tokenizer like GPT-2's: lossless for any text, with one special token."""
     end_of_text = "<|endoftext|>"
     tokenizer = _train_byte_pairs(texts, [end_of_text], normalizer=None)

@@ -17,14 +17,14 @@ from transformers import BertConfig, BertModel
 
 from hf_zero.layout.buckets import BucketLayout, ParameterSpec, plan_buckets, rows_of_shard
 
-BLUE, ORANGE, GREEN, GREY, DARK, PALE = "#4878a8", "#e08a3c", "#5a9e6f", "#9aa0a6", "#202124", "#f1f3f4"
+BLUE, ORANGE, GREEN, GRAY, DARK, PALE = "#4878a8", "#e08a3c", "#5a9e6f", "#9aa0a6", "#202124", "#f1f3f4"
 NOTE = "#5f6368"
 """Color of small print."""
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 _ON_DARK = f"""<style>@media (prefers-color-scheme: dark) {{
 rect[fill='white'] {{ fill: #1e2129 }} [stroke='white'] {{ stroke: #1e2129 }}
-[fill='{DARK}'] {{ fill: #e8eaed }} [stroke='{DARK}'] {{ stroke: {GREY} }}
-[fill='{PALE}'] {{ fill: #3c4043 }} [fill='{NOTE}'] {{ fill: {GREY} }}
+[fill='{DARK}'] {{ fill: #e8eaed }} [stroke='{DARK}'] {{ stroke: {GRAY} }}
+[fill='{PALE}'] {{ fill: #3c4043 }} [fill='{NOTE}'] {{ fill: {GRAY} }}
 }}</style>"""
 """Colors for readers with a dark page: the ground, lines and words change, and the bars stay."""
 
@@ -53,11 +53,11 @@ class Picture:
         """Draws a filled circle."""
         self._add("circle", f"fill='{fill}'", cx=x, cy=y, r=6)
 
-    def line(self, points: Sequence[tuple[float, float]], *, colour: str = GREY, dashed: bool = False) -> None:
+    def line(self, points: Sequence[tuple[float, float]], *, color: str = GRAY, dashed: bool = False) -> None:
         """Draws a line through points."""
         through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = " stroke-dasharray='4 3'" if dashed else ""
-        self._parts.append(f"<polyline points='{through}' fill='none' stroke='{colour}'{dashes}/>")
+        self._parts.append(f"<polyline points='{through}' fill='none' stroke='{color}'{dashes}/>")
 
     def turned(self, x: float, y: float, text: str) -> None:
         """Draws a line of text upwards from `x`, `y`."""
@@ -72,18 +72,18 @@ class Picture:
         size: int = 12,
         *,
         anchor: str = "start",
-        colour: str = DARK,
+        color: str = DARK,
         bold: bool = False,
     ) -> None:
         """Draws a line of text. `y` is the base line; `anchor` is the end or `middle` of the text at `x`."""
-        style = f"font-size='{size}' text-anchor='{anchor}' fill='{colour}'" + " font-weight='bold'" * bold
+        style = f"font-size='{size}' text-anchor='{anchor}' fill='{color}'" + " font-weight='bold'" * bold
         self._parts.append(f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} {style}>{escape(text)}</text>")
 
     def slot(self, x: float, y: float, width: float, fill: str, name: str) -> None:
         """Draws a filled rectangle with a name in white, if the rectangle is wide enough."""
         self.box(x, y, width, 44, fill)
         if width > 7 * len(name):
-            self.words(x + width / 2, y + 26, name, 11, anchor="middle", colour="white")
+            self.words(x + width / 2, y + 26, name, 11, anchor="middle", color="white")
 
     def text(self) -> str:
         """Returns the SVG file."""
@@ -123,18 +123,18 @@ def draw_memory() -> str:
     """Draws the bytes of state on a rank of BERT-base: bars of the four stages, one below the other."""
     picture = Picture(860, 268, f"State of BERT-base on each of {RANKS} ranks, by stage")
     picture.words(20, 26, f"BERT-base, fp32, AdamW, {RANKS} ranks: bytes on each rank", 15, bold=True)
-    colours = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
+    colors = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
     left, scale = 90.0, 640 / sum(bytes_of_stage(0).values())
     for stage in range(4):
         x, y, held = left, 48 + 38 * stage, bytes_of_stage(stage)
         picture.words(20, y + 19, f"stage {stage}")
         for kind, nbytes in held.items():
-            picture.box(x, y, nbytes * scale, 28, colours[kind])
+            picture.box(x, y, nbytes * scale, 28, colors[kind])
             x += nbytes * scale
         picture.words(x + 8, y + 19, f"{sum(held.values()) / 1e9:.2f} GB")
     x = left
-    for name, colour in colours.items():
-        picture.box(x, 208, 12, 12, colour)
+    for name, color in colors.items():
+        picture.box(x, 208, 12, 12, color)
         picture.words(x + 17, 218, name)
         x += 35 + 7 * len(name)
     notes = (
@@ -142,7 +142,7 @@ def draw_memory() -> str:
         "Gradient buckets on their way, gathered layers and activations come on top.",
     )
     for line, words in enumerate(notes):
-        picture.words(left, 239 + 18 * line, words, colour=NOTE)
+        picture.words(left, 239 + 18 * line, words, color=NOTE)
     return picture.text()
 
 
@@ -180,7 +180,7 @@ def draw_flat_buffer() -> str:
         x, width = _LEFT + slot.interval.start * scale, slot.interval.numel * scale
         picture.slot(x, 60, width, BLUE if place % 2 else ORANGE, slot.name)
     for gap in bucket.padding:
-        picture.box(_LEFT + gap.start * scale, 60, gap.numel * scale, 44, PALE, line=GREY)
+        picture.box(_LEFT + gap.start * scale, 60, gap.numel * scale, 44, PALE, line=GRAY)
     padding = f"padding: {sum(gap.numel for gap in bucket.padding)}, at the end {bucket.padding[-1].numel}"
     picture.words(_LEFT + _LONG, 120, padding, 11, anchor="end")
     picture.words(_LEFT, 148, "shards: an equal part for each rank")
@@ -201,7 +201,7 @@ def draw_flat_buffer() -> str:
         part = f"{row.name}[{row.in_parameter.start}:{row.in_parameter.stop}]"
         picture.slot(x, 226, width, BLUE if place % 2 else ORANGE, part)
     cut = "The parameter, its gradient and its state are cut at the same elements."
-    picture.words(_LEFT, 292, cut, 11, colour=NOTE)
+    picture.words(_LEFT, 292, cut, 11, color=NOTE)
     return picture.text()
 
 
@@ -218,10 +218,10 @@ class Lane:
     pieces: list[tuple[float, float, str, str]] = field(default_factory=list)
     free: float = 0.0
 
-    def add(self, name: str, length: float, colour: str, *, after: float = 0.0) -> float:
+    def add(self, name: str, length: float, color: str, *, after: float = 0.0) -> float:
         """Adds an item; returns the time of its end."""
         start = max(self.free, after)
-        self.pieces.append((start, length, name, colour))
+        self.pieces.append((start, length, name, color))
         self.free = start + length
         return self.free
 
@@ -235,7 +235,7 @@ def stage_2() -> tuple[Lane, Lane]:
     for layer in reversed(range(_LAYERS)):
         full = compute.add(f"B{layer}", _BACKWARD, BLUE)
         reduced = link.add(f"RS{layer}", _REDUCE, ORANGE, after=full)
-    normed = link.add("norm", _NORM, GREY, after=reduced)
+    normed = link.add("norm", _NORM, GRAY, after=reduced)
     stepped = compute.add("step", _STEP * _LAYERS, GREEN, after=normed)
     gathered = [link.add(f"AG{layer}", _GATHER, ORANGE, after=stepped) for layer in range(_LAYERS)]
     for layer in range(_LAYERS):
@@ -262,7 +262,7 @@ def stage_3() -> tuple[Lane, Lane]:
     reduced = 0.0
     for layer, full in pass_over(range(_LAYERS)[::-1], kept, "B", _BACKWARD):
         reduced = link.add(f"RS{layer}", _REDUCE, ORANGE, after=full)
-    normed = link.add("norm", _NORM, GREY, after=reduced)
+    normed = link.add("norm", _NORM, GRAY, after=reduced)
     stepped = compute.add("step", _STEP * _LAYERS, GREEN, after=normed)
     compute.add("F0", _FORWARD, BLUE, after=link.add("AG0", _GATHER, ORANGE, after=stepped))
     return compute, link
@@ -284,15 +284,15 @@ def draw_timeline() -> str:
             y = top + 36 * row
             picture.words(20, y + 20, name)
             picture.line([(left, y + 30), (left + 800, y + 30)])
-            for start, length, label, colour in lane.pieces:
-                picture.box(left + start * scale, y, length * scale, 30, colour)
+            for start, length, label, color in lane.pieces:
+                picture.box(left + start * scale, y, length * scale, 30, color)
                 middle = left + (start + length / 2) * scale
-                picture.words(middle, y + 20, label, 10, anchor="middle", colour="white")
+                picture.words(middle, y + 20, label, 10, anchor="middle", color="white")
     letters = (
         "F, B: forward and backward of a layer. RS: reduce-scatter of its gradients. AG: all-gather of its parameters."
     )
     picture.words(20, 256, letters)
-    picture.words(20, 275, "The order is the engine's; the durations are chosen for the picture.", colour=NOTE)
+    picture.words(20, 275, "The order is the engine's; the durations are chosen for the picture.", color=NOTE)
     return picture.text()
 
 
@@ -362,16 +362,16 @@ def draw_folders() -> str:
     end = _NAMES + _CELL * len(folders), top + _CELL * len(folders)
     picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Folders of {PACKAGE.name} and their imports")
     picture.words(20, 28, f"{PACKAGE.name}/: who imports whom", 15, bold=True)
-    picture.words(20, 48, "A dot: the folder in the row imports the folder in the column.", colour=NOTE)
-    picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", colour=NOTE)
+    picture.words(20, 48, "A dot: the folder in the row imports the folder in the column.", color=NOTE)
+    picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", color=NOTE)
     for place, (name, imports) in enumerate(folders.items()):
         x, y, is_folder = _NAMES + _CELL * place, top + _CELL * place, (PACKAGE / name).is_dir()
         picture.words(20, y + 18, f"{name}/" if is_folder else f"{name}.py", bold=is_folder)
         picture.turned(x + 17, top - 8, name)
         for other in range(len(folders)):
-            picture.box(_NAMES + _CELL * other, y, _CELL, _CELL, GREY if other == place else PALE)
+            picture.box(_NAMES + _CELL * other, y, _CELL, _CELL, GRAY if other == place else PALE)
         for other, imported in enumerate(folders):
             if imported in imports:
                 picture.dot(_NAMES + _CELL * (other + 0.5), y + _CELL / 2, BLUE if other < place else ORANGE)
-    picture.line([(_NAMES, top), end], colour=DARK)
+    picture.line([(_NAMES, top), end], color=DARK)
     return picture.text()

@@ -88,7 +88,7 @@ LONGEST_FIRST = (
         "test_split_checkpoints.py",
         "test_hybrid.py",
         "test_gradients.py",
-        "test_quantised_wire.py",
+        "test_quantized_wire.py",
     ),
     *(
         "test_sharded_checkpoints.py",
@@ -212,7 +212,7 @@ def no_process_group_outlives_its_test() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("the test has left its process group initialised")
+        pytest.fail("the test has left its process group initialized")
 
 
 @pytest.fixture(scope="module", autouse=True)

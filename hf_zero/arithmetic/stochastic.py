@@ -5,7 +5,7 @@ random, with probabilities in proportion to the distance, preserves it on averag
 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), which has no state. A region has 1,024 elements, and counter
 `128 * region + i % 128` yields eight 16-bit words, the low halves of its four numbers first; element i of the region uses word
 i // 128. With this order the result does not depend on the block size of a launch, each counter serves eight elements, and
-neighbouring threads still read neighbouring elements.
+neighboring threads still read neighboring elements.
 """
 
 import torch
@@ -29,7 +29,7 @@ def counters_for(numel: int) -> int:
 
 
 def round_stochastically(source: torch.Tensor, out: torch.Tensor, *, seed: int, offset: int = 0) -> None:
-    """Rounds each float32 element to one of its two bfloat16 neighbours, with probabilities in proportion to the distance.
+    """Rounds each float32 element to one of its two bfloat16 neighbors, with probabilities in proportion to the distance.
 
     Values that bfloat16 can represent are not changed, infinities and NaN included. As when rounding to the nearest, a finite
     value above the largest bfloat16 may become infinite.

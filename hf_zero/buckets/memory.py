@@ -15,7 +15,7 @@ from ..offload.copies import HostToDevice
 from ..offload.shards import Region
 from ..read_ahead import ask_for
 
-# Except on the host, new memory has arbitrary contents. A block of a quantised tensor may begin in a parameter and end in
+# Except on the host, new memory has arbitrary contents. A block of a quantized tensor may begin in a parameter and end in
 # padding, and has a single scale, so a NaN in the padding would make the parameter's elements NaN.
 
 

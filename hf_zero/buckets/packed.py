@@ -49,12 +49,12 @@ def _has_inner_tensors(parameter: nn.Parameter) -> bool:
 
 
 def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
-    """Raises `ValueError` for a frozen parameter before its quantisation, or with codes unfit for sharding if `sharded`."""
+    """Raises `ValueError` for a frozen parameter before its quantization, or with codes unfit for sharding if `sharded`."""
     kind = type(parameter).__name__
     if sharded and _has_inner_tensors(parameter):
         raise ValueError(
             f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
-            "memory. Use stage 2, or quantise the base with bitsandbytes."
+            "memory. Use stage 2, or quantize the base with bitsandbytes."
         )
     if sharded and getattr(_state_of(parameter), "packing_format_for_cpu", False):
         raise ValueError(
@@ -64,8 +64,8 @@ def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> N
     is_open = not getattr(parameter, "has_fp16_weights", True) and parameter.dtype != torch.int8
     if is_open or not getattr(parameter, "bnb_quantized", True):
         raise ValueError(
-            f"hf_zero: {name!r} is a {kind} of {parameter.dtype}, which is not quantised yet. Call model.to(device), which "
-            "quantises, before accelerator.prepare."
+            f"hf_zero: {name!r} is a {kind} of {parameter.dtype}, which is not quantized yet. Call model.to(device), which "
+            "quantizes, before accelerator.prepare."
         )
 
 
@@ -179,7 +179,7 @@ class CodesInPlace:
                 self._handles.append(module.register_forward_pre_hook(_read_codes))
 
     def end(self) -> None:
-        """Restores the modules' state after quantisation, with the current codes of their weights."""
+        """Restores the modules' state after quantization, with the current codes of their weights."""
         for handle in self._handles:
             handle.remove()
         for module in self._repacking:

@@ -100,7 +100,7 @@ def resolve_precision(
         )
     # In 16 bits most updates are smaller than half of a parameter's last digit and would be rounded away.
     master = torch.float32 if kept.itemsize < 4 else kept
-    if config.quantises_moments and master != torch.float32:
+    if config.quantizes_moments and master != torch.float32:
         raise ConfigError(
             f"hf_zero config: `moments: {config.moments}` is for moments in float32, and some parameters are trained in {kept}. "
             "Leave `moments` at 32bit, or set `param_dtype: float32`."

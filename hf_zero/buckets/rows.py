@@ -43,7 +43,7 @@ _HOST_CHUNK_NUMEL = 1 << 17
 """Elements processed at a time on a CPU, so they stay in a core's cache."""
 
 PACKING_BYTES = 107
-"""Bytes that the operators of `dequantise_dynamic` and `quantise_dynamic` read and write for each element on the host. They need
+"""Bytes that the operators of `dequantize_dynamic` and `quantize_dynamic` read and write for each element on the host. They need
 more time than memory does: one thread of an EPYC needs as long as for 220 bytes of AdamW."""
 
 _DEVICE_CHUNK_NUMEL = 1 << 22
@@ -129,7 +129,7 @@ def tables_of(code: DynamicCode, device: torch.device) -> Tables:
     return Tables(values.float().to(device), first.to(device), torch.cat([thresholds, last]).to(device))
 
 
-def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> None:
+def quantize_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> None:
     """Writes the nearest codes of `values` and the scales of their blocks. Does not synchronize with a GPU.
 
     Args:
@@ -190,8 +190,8 @@ def _write_nearest(
     codes.add_((y > thresholds).view(torch.uint8))
 
 
-def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, code: DynamicCode) -> None:
-    """Writes value of the code * scale to `out`, (n,) float32. Other arguments and errors as in `quantise_dynamic`."""
+def dequantize_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, code: DynamicCode) -> None:
+    """Writes value of the code * scale to `out`, (n,) float32. Other arguments and errors as in `quantize_dynamic`."""
     _check(out, codes, scales)
     tables, chunk = tables_of(code, out.device), _chunk_numel(out.device)
     for start in range(0, len(out), chunk):
@@ -242,16 +242,16 @@ class PackedState:
 
     def pack(self, values: torch.Tensor) -> None:
         """Packs all values, (numel,) float32."""
-        quantise_dynamic(values, self.codes, self.scales, self._code)
+        quantize_dynamic(values, self.codes, self.scales, self._code)
 
     def unpack(self, out: torch.Tensor) -> None:
         """Unpacks all values into `out`, (numel,) float32."""
-        dequantise_dynamic(self.codes, self.scales, out, self._code)
+        dequantize_dynamic(self.codes, self.scales, out, self._code)
 
     def pack_part(self, interval: Interval, values: torch.Tensor) -> None:
         """Packs the elements `interval`, which starts at a block and ends at a block or before padding."""
         there = self.cut(interval)
-        quantise_dynamic(values, there.codes, there.scales, self._code)
+        quantize_dynamic(values, there.codes, there.scales, self._code)
 
     def clear_part(self, interval: Interval) -> None:
         """Sets the elements `interval` to zero; limits of the interval as in `pack_part`."""
@@ -265,7 +265,7 @@ class PackedState:
         before = interval.start % BLOCK_NUMEL
         there = self.cut(Interval(interval.start - before, interval.stop))
         out = torch.empty(len(there.codes), dtype=torch.float32, device=there.codes.device)
-        dequantise_dynamic(there.codes, there.scales, out, self._code)
+        dequantize_dynamic(there.codes, there.scales, out, self._code)
         return out[before:]
 
     def cut(self, interval: Interval) -> Coded:

@@ -1,4 +1,4 @@
-"""Neighbouring rows as one flat tensor: one kernel launch for many parameters."""
+"""Neighboring rows as one flat tensor: one kernel launch for many parameters."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass

@@ -6,16 +6,16 @@ import re
 import struct
 import zipfile
 
-from ..config.checks import SpeltError, spelt
+from ..config.checks import SpelledError, spelled
 
 
-class CheckpointError(SpeltError, ValueError):
+class CheckpointError(SpelledError, ValueError):
     """A checkpoint cannot be read or written. The message names the folder or file, the fault and the remedy."""
 
 
 def shown(text: object, most: int = 200) -> str:
     """Returns a value as one line of at most `most` characters. Control and unprintable characters are escaped."""
-    line = spelt(str(text)[: most + 1]).replace("\n", "\\n")
+    line = spelled(str(text)[: most + 1]).replace("\n", "\\n")
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 

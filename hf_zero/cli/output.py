@@ -13,11 +13,11 @@ from rich.segment import Segment
 
 from ..checkpoint.faults import CheckpointError, shown
 from ..config import ConfigError
-from ..config.checks import spelt
+from ..config.checks import spelled
 from ..extras import MissingExtraError
 
 
-class _Spelt:
+class _Spelled:
     """Escapes control characters in the printed text, and leaves the codes of the console itself."""
 
     def __init__(self, printed: Any):
@@ -25,19 +25,19 @@ class _Spelt:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._printed, options):
-            yield segment if segment.control else Segment(spelt(segment.text), segment.style)
+            yield segment if segment.control else Segment(spelled(segment.text), segment.style)
 
 
-class _SpeltOut(RenderHook):
+class _SpelledOut(RenderHook):
     def process_renderables(self, renderables: list[Any]) -> list[Any]:
-        return [_Spelt(each) for each in renderables]
+        return [_Spelled(each) for each in renderables]
 
 
 console = Console()
 _errors = Console(stderr=True, soft_wrap=True)
 for each in (console, _errors):
     # Both consoles print names from files.
-    each.push_render_hook(_SpeltOut())
+    each.push_render_hook(_SpelledOut())
 
 LONGEST_LINE = 2000
 """Length limit of a line which may quote names from a file."""

@@ -50,7 +50,7 @@ def plan(
         typer.Option(help="Rate of a rank's link to the others of its node, from `hf-zero doctor`; default: NVLink's."),
     ] = None,
     peak_tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of an accelerator, from its data sheet.")] = 312.0,
-    utilisation: Annotated[float, typer.Option(help="The fraction of --peak-tflops that kernels reach.")] = 0.45,
+    utilization: Annotated[float, typer.Option(help="The fraction of --peak-tflops that kernels reach.")] = 0.45,
     write: Annotated[Path | None, typer.Option(help="Write the recommended settings to this YAML file.")] = None,
     png: Annotated[
         Path | None,
@@ -83,7 +83,7 @@ def plan(
         "link_gbps": link_gbps,
         "node_gbps": node_gbps,
         "peak_tflops": peak_tflops,
-        "utilisation": utilisation,
+        "utilization": utilization,
     }
     with said_plainly():
         refuse_special(write, png)

@@ -116,7 +116,7 @@ def _connected(ranks: list[int], timeout: timedelta, backend: str | None, option
 
 @contextmanager
 def _reachable() -> Iterator[str | None]:
-    """Makes gloo listen at the interface towards the other hosts. Yields the interface, or None for gloo's own choice.
+    """Makes gloo listen at the interface toward the other hosts. Yields the interface, or None for gloo's own choice.
 
     gloo listens at the address of the host's name. In many containers and clusters, the name means the loopback address, and
     ranks of other hosts fail to connect, while NCCL finds an interface without the name. GLOO_SOCKET_IFNAME has priority. If

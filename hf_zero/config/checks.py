@@ -35,14 +35,14 @@ _MOST_SHOWN = 160
 _LONGEST_PATH = 4096
 
 
-class SpeltError(Exception):
+class SpelledError(Exception):
     """An error which may quote names from files: characters with an effect on a terminal are escaped in its text."""
 
     def __str__(self) -> str:
-        return spelt(super().__str__())
+        return spelled(super().__str__())
 
 
-def spelt(text: str) -> str:
+def spelled(text: str) -> str:
     """Escapes characters a terminal obeys or hides: ESC, other controls, marks of direction. Line breaks stay."""
     # str.isprintable is False for all of these characters, and for all spaces except the plain one.
     if text.isprintable():
@@ -50,7 +50,7 @@ def spelt(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-class ConfigError(SpeltError, ValueError):
+class ConfigError(SpelledError, ValueError):
     """Raised for a refused setting. The message names the setting, the value and the allowed values."""
 
 
@@ -78,7 +78,7 @@ def shown(value: Any) -> str:
 def cut(text: str) -> str:
     """Returns the beginning of a text, for errors which quote the text; unprintable characters are escaped."""
     text = text[: _MOST_SHOWN + 1]
-    text = spelt(text).replace("\n", "\\n")
+    text = spelled(text).replace("\n", "\\n")
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
@@ -238,7 +238,7 @@ CUT: Final = {
     "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
     "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
     "comm.block_numel": "Leave it out: 256 elements share a scale",
-    "comm.error_feedback": "Leave it out: what quantising loses of a gradient is always sent with the next one",
+    "comm.error_feedback": "Leave it out: what quantizing loses of a gradient is always sent with the next one",
     "comm.gather_timeout_s": "Set `comm.late_s`, which holds for every wait for a rank",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",

@@ -189,7 +189,7 @@ class CommConfig:
             )
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether weights or gradients are sent as blocks of codes."""
         return self.weights != "none" or self.gradients != "none"
 
@@ -464,7 +464,7 @@ class ZeroConfig:
             "comm.gradients": (
                 self.comm.gradients,
                 "none",
-                "what quantising has kept of earlier gradients would be lost",
+                "what quantizing has kept of earlier gradients would be lost",
             ),
             "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
         }
@@ -566,10 +566,10 @@ class ZeroConfig:
         """Whether an optimizer steps one bucket at a time, so a rank's parameters are never all in memory."""
         offload = self.offload
         in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
-        return in_files or self.rounding == "stochastic" or self.quantises_moments
+        return in_files or self.rounding == "stochastic" or self.quantizes_moments
 
     @property
-    def quantises_moments(self) -> bool:
+    def quantizes_moments(self) -> bool:
         """Whether moments are kept in 8-bit blocks."""
         return self.moments == "8bit"
 
@@ -672,7 +672,7 @@ ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
 """Types accepted by `ZeroConfig.of`."""
 
 _FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
-_SPELT = {"zero": 0, "one": 1, "two": 2, "three": 3}
+_SPELLED = {"zero": 0, "one": 1, "two": 2, "three": 3}
 _OF_FSDP = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "no_shard": 0, "ddp": 0, "none": 0}
 
 
@@ -680,7 +680,7 @@ def _meant(text: str) -> str:
     """Guesses the stage for a text such as `two`, `zero2`, `stage-2` or FSDP's `full_shard`."""
     text = text.lower()
     found = re.fullmatch(r"(?:zero|stage|z)?[-_ ]?([0-3])", text)
-    stage = (_SPELT | _OF_FSDP).get(text, found[1] if found else None)
+    stage = (_SPELLED | _OF_FSDP).get(text, found[1] if found else None)
     return "" if stage is None else f". For stage {stage} say {stage}"
 
 

@@ -54,7 +54,7 @@ def main(folder: Path, rank: int, world_size: int, backend: str, tp_size: int) -
 
 
 def _copy_of(rank: int, tp_size: int) -> tuple[int, ...]:
-    """Returns the ranks of a copy: neighbours, as in transformers' mesh."""
+    """Returns the ranks of a copy: neighbors, as in transformers' mesh."""
     first = rank - rank % tp_size
     return tuple(range(first, first + tp_size))
 

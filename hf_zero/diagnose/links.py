@@ -134,7 +134,7 @@ def placement(inside: dict[str, float] | None, between: dict[str, float] | None)
     subject, ratio = "tensor parallel ranks", inside["all_reduce_gb"] / between["all_reduce_gb"]
     value = f"all-reduce inside a copy has {ratio:.1f} times the bytes a second of that between copies"
     if ratio < _SLOWER:
-        advice = "Order the GPUs by CUDA_VISIBLE_DEVICES so that those of a copy are neighbours on the fastest links."
+        advice = "Order the GPUs by CUDA_VISIBLE_DEVICES so that those of a copy are neighbors on the fastest links."
         yield hint(subject, value, advice)
     else:
         yield good(subject, value)

@@ -434,7 +434,7 @@ def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConf
 def _adding_in_float32(config: ZeroConfig, model: nn.Module) -> ZeroConfig:
     """Makes reductions use float32 on accelerators. NCCL adds 16-bit gradients in 16 bits, which would look like an error."""
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if is_on_host or config.reduce_dtype != AUTO or config.comm.quantises:
+    if is_on_host or config.reduce_dtype != AUTO or config.comm.quantizes:
         return config
     return dataclasses.replace(config, reduce_dtype="float32")
 

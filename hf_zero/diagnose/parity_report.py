@@ -12,7 +12,7 @@ import torch
 
 from ..arithmetic.flat import uses_kernels
 from ..config import ZeroConfig
-from ..config.checks import SpeltError
+from ..config.checks import SpelledError
 
 # ---- Files of a recorded run: losses by rank, gradients and parameters by step ----
 
@@ -203,7 +203,7 @@ _FLOOR = 1e-3
 Gradients that should be zero consist of rounding errors only (for example, of the bias of attention keys)."""
 
 
-class ParityError(SpeltError, RuntimeError):
+class ParityError(SpelledError, RuntimeError):
     """Raised if two runs cannot be compared."""
 
 

@@ -166,7 +166,7 @@ class Division:
         split: SplitKinds,
     ):
         self._split = split
-        self._quantises = config.comm.quantises
+        self._quantizes = config.comm.quantizes
         # Experts that are only on this rank need no gather. With `offload.params` they are a unit nevertheless. Otherwise they
         # would stay on the device.
         is_alone = split.expert_shards == 1 and not config.offload.moves_params
@@ -181,7 +181,7 @@ class Division:
         self._sizes = choose_sizes(model, config, groups, device)
         self._gathered = GatheredDtypes(model, config)
         self._shards = groups.shard_size
-        self._align = align.and_also(IN_BLOCKS) if config.quantises_moments else align
+        self._align = align.and_also(IN_BLOCKS) if config.quantizes_moments else align
 
     def layouts_of(self, part: Part, first_index: int) -> tuple[BucketLayout, ...]:
         """Returns the layouts of a part's buckets, numbered from `first_index`."""
@@ -198,7 +198,7 @@ class Division:
         optimizer, group = self._owner.get(parameter, (-1, -1))
         gathered = self._gathered.of(parameter, sharded=sharded)
         is_expert = parameter in self._split.experts
-        is_split = self._quantises and parameter in self._split.parts
+        is_split = self._quantizes and parameter in self._split.parts
         # Ask only for trained parameters. Frozen ones keep their dtype, and another key would divide them into more buckets.
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(

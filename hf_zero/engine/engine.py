@@ -261,7 +261,7 @@ class ZeroEngine:
         else:
             self._parts.parameter_gather.finish_of(parameter)
 
-    def synchronise(self, purpose: str = "ZeroEngine.synchronise") -> None:
+    def synchronize(self, purpose: str = "ZeroEngine.synchronize") -> None:
         """Makes the model equal on all ranks, as saves do. Collective.
 
         Sends writes to this rank's rows in `optimizer.param_groups` made outside of a step, and runs the outer step of
@@ -311,7 +311,7 @@ class ZeroEngine:
         self.finish_parameters()
         # Send writes before the edit. Otherwise rank 0's values would overwrite unsent writes to this rank's rows.
         if writeback:
-            self.synchronise(purpose)
+            self.synchronize(purpose)
         parameters = parameters_in(self.module if target is None else target)
         with (
             self.sharded.gathered.gathered(parameters, writeback=writeback),
@@ -362,7 +362,7 @@ class ZeroEngine:
             wanted: False only joins the collectives.
             model: one of several models; None for the first.
         """
-        self.synchronise(purpose)
+        self.synchronize(purpose)
         with (
             self.transport.watch.saving(),
             self._parts.exact.fetched_master(purpose, IN_GATHERED),
@@ -538,7 +538,7 @@ class ZeroEngine:
         """
         if not self.sharded.is_empty:
             self.sharded.gathered.meet("ZeroEngine.close")
-        self.synchronise("ZeroEngine.close")
+        self.synchronize("ZeroEngine.close")
         with self._parts.exact.fetched_master("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
         # Before the hooks are removed, so that a later backward of the script finds no stand-ins.

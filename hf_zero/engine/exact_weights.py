@@ -1,4 +1,4 @@
-"""Puts exact values into unsharded parameters for a while, if quantised all-gathers have rounded them."""
+"""Puts exact values into unsharded parameters for a while, if quantized all-gathers have rounded them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

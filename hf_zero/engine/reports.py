@@ -229,7 +229,7 @@ def report_dtypes(
         optimizer = optimizers[index] if index >= 0 else None
         tried = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else None
         moments = {dtype for _, dtype in tried or ()}
-        if config.quantises_moments and moments:
+        if config.quantizes_moments and moments:
             moments = {torch.uint8 if is_in_blocks(slot.parameter.numel()) else torch.float32 for slot in bucket.slots}
         row = DtypeRow(
             parameter=_name(precision.param),

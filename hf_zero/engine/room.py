@@ -113,7 +113,7 @@ def _state_bytes(
         master = precision.master.itemsize if precision.keeps_master else 0
         gradient = precision.master.itemsize if with_gradients else 0
         numel = parameter.numel()
-        packed = config.quantises_moments and is_in_blocks(numel)
+        packed = config.quantizes_moments and is_in_blocks(numel)
         state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
         total[_shards_of(mesh, parameter)] += state + numel * (master + gradient)
     return sum(nbytes // shards for shards, nbytes in total.items())

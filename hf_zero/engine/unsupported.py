@@ -254,7 +254,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
             f"hf_zero: {name!r} is trained in {dtype}, and buckets hold real numbers. Keep it as "
             "nn.Parameter(torch.view_as_real(weight)), and compute with torch.view_as_complex(self.weight) in forward."
         )
-    if config.comm.quantises:
+    if config.comm.quantizes:
         other = [
             (name, p)
             for name, p in model.named_parameters()
@@ -262,7 +262,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
         ]
         if other:
             raise ConfigError(
-                f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
+                f"hf_zero config: `comm.weights` and `comm.gradients` quantize float32 and 16-bit parameters, and "
                 f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
             )
     for name, p in model.named_parameters():

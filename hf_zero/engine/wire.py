@@ -29,7 +29,7 @@ class Wire:
         forward: gathers for the forward, of parameters that are dropped between forward and backward.
         backward: gathers the same parameters for the backward.
         exact: gathers parameters to read, edit or save them.
-        quantises_gradients: `reduction` sends quantized blocks.
+        quantizes_gradients: `reduction` sends quantized blocks.
         align: alignment of shards, so that no shard ends inside a block.
     """
 
@@ -39,7 +39,7 @@ class Wire:
     backward: Gather
     exact: Gather
     steps: StepsInOrder | None = None
-    quantises_gradients: bool = False
+    quantizes_gradients: bool = False
     align: Alignment = USUAL_ALIGNMENT
 
     def rounding_in(self, group: DataParallelGroup) -> Callable[[torch.Tensor], None] | None:
@@ -50,7 +50,7 @@ class Wire:
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
         """Whether gradients are summed over a group in the result's dtype, if wider than the gradients' dtype."""
         is_summed = group.groups.shard_size > 1
-        return is_summed and (self.quantises_gradients or group.transport.adds_in_wider)
+        return is_summed and (self.quantizes_gradients or group.transport.adds_in_wider)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of lasting memory by kind."""
@@ -69,23 +69,23 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(), gather=exact, forward=in_passes, backward=in_passes, exact=exact)
     order, queue = StepsInOrder(), side_queue(device)
-    quantises_weights, quantises_gradients = (kind != "none" for kind in (config.comm.weights, config.comm.gradients))
-    if quantises_gradients:
+    quantizes_weights, quantizes_gradients = (kind != "none" for kind in (config.comm.weights, config.comm.gradients))
+    if quantizes_gradients:
         # In the same order as the gradients, so that on all ranks, a sample's steps between groups start at the same position.
         sample = _exact_reduction(groups, order, queue, of="a sample")
-        reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
+        reduction = extra("wire", "quantized_reduction")(config.comm, groups, order, sample)
     else:
         reduction = _exact_reduction(groups, order, queue)
-    weights = extra("wire", "BlockFormat")() if quantises_weights else None
-    gather = exact if weights is None else extra("wire", "QuantisedGather")(weights)
+    weights = extra("wire", "BlockFormat")() if quantizes_weights else None
+    gather = exact if weights is None else extra("wire", "QuantizedGather")(weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
         keeping = ForwardGather(forward, groups.node)
         forward, backward = keeping, BackwardGather(keeping)
     align = USUAL_ALIGNMENT
-    if config.comm.quantises:
+    if config.comm.quantizes:
         # With several groups, shards of gradients are split again between the groups.
-        parts = groups.replicate.size if quantises_gradients else 1
+        parts = groups.replicate.size if quantizes_gradients else 1
         align = Alignment(shard_numel=max(align.shard_numel, BLOCK_NUMEL) * parts)
     return Wire(
         reduction=reduction,
@@ -94,7 +94,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         forward=forward,
         backward=backward,
         exact=exact,
-        quantises_gradients=quantises_gradients,
+        quantizes_gradients=quantizes_gradients,
         align=align,
     )
 

@@ -24,11 +24,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from ..config.checks import SpeltError
+from ..config.checks import SpelledError
 from .card import CARD_NAME, PLOT_NAME, is_our_card
 
 
-class HubError(SpeltError, RuntimeError):
+class HubError(SpelledError, RuntimeError):
     """A push failed. The message names the repository, the fault and the remedy, and never contains a token."""
 
 

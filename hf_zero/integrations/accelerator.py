@@ -514,7 +514,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         ):
             # All ranks have met in the barrier of `folder_to_fill`, so these collectives match.
             for engine in self.zero_engines:
-                engine.synchronise("accelerator.save_state")
+                engine.synchronize("accelerator.save_state")
             with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]

@@ -108,7 +108,7 @@ def announce(
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
         *_split_rows(engine),
         *([("sequences", f"each over {sp_size} ranks")] if sp_size > 1 else []),
-        *_quantised_rows(engine, plan),
+        *_quantized_rows(engine, plan),
         *_outer_rows(engine),
         *_unit_rows(engine),
         *_offload_rows(engine, report.traffic),
@@ -176,7 +176,7 @@ def _state_rows(
 ) -> list[tuple[str, str, str]]:
     """Lists the bytes of each kind of state, here and under DDP."""
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
-    in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
+    in_blocks = ", 8-bit moments" if engine.config.quantizes_moments else ""
     passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
     in_files = "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
     told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
@@ -340,13 +340,13 @@ def _why_files_cannot_pay_off(engine: ZeroEngine, held_bytes: int) -> str:
     )
 
 
-def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+def _quantized_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
     comm = engine.config.comm
-    if not comm.quantises or engine.groups.shard_size == 1:
+    if not comm.quantizes or engine.groups.shard_size == 1:
         return []
     kept = f", {in_units(plan.residuals)} of residuals" if plan.residuals else ""
     travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}"
-    return [("quantised", travels)]
+    return [("quantized", travels)]
 
 
 def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -413,7 +413,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
         visits=bucket.tier.visits,
-        in_blocks=engine.config.quantises_moments,
+        in_blocks=engine.config.quantizes_moments,
         state_in_files=bucket.tier.name == IN_FILES,
         parameters_in_files=is_sharded and engine.parameter_tier.name == IN_FILES,
     )

@@ -286,7 +286,7 @@ class ZeroTrainerMixin(_TrainerBase):
         for engine in self.accelerator.zero_engines:
             # Like a save: distributes writes to shards since the last step, and models that only outer steps average, to all
             # ranks.
-            engine.synchronise()
+            engine.synchronize()
         # The stock method looks for checkpoints next, so an asynchronous save has to be complete.
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
@@ -769,7 +769,7 @@ def _warn_of_scaled_loss(trainer: Trainer) -> None:
     if not ignores_num_items(head):
         return
     print(
-        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalises its loss by num_items_in_batch, which it "
+        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalizes its loss by num_items_in_batch, which it "
         f"does not: loss and gradient norm will be {factor} times too large (true without hf_zero as well). Set "
         "`trainer.model_accepts_loss_kwargs = False` before train() for the true mean.",
         file=sys.stderr,

@@ -471,7 +471,7 @@ class CheckpointSaver:
     def _save(self, save: str, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
         # Before the plan, whose pieces are views of this rank's shards: all ranks must save the same model.
-        engine.synchronise()
+        engine.synchronize()
         exchange = engine.world.exchange
         disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=AFTER_A_FAILED_SAVE)
         is_full = self._is_full(run_folder)
@@ -761,7 +761,7 @@ def save_state_of(trainer: Trainer, engine: ZeroEngine, folder: Path) -> Callabl
         A collective function that writes the manifest. Call it once the folder has its remaining files.
     """
     engine.world.barrier("Trainer._save_optimizer_and_scheduler", engine.config.comm.limit_s)
-    engine.synchronise()
+    engine.synchronize()
     disk = find_disk(folder, engine.world_groups.rank, engine.world.exchange, then=AFTER_A_FAILED_SAVE)
     if disk.leads:
         _write_scheduler(trainer, folder)

@@ -38,7 +38,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 _FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes of unquantized weights; eight bits and fewer need a `quantization_config`."""
 
-_QUANTISED_BY = ("quant_method", "load_in_8bit", "load_in_4bit")
+_QUANTIZED_BY = ("quant_method", "load_in_8bit", "load_in_4bit")
 
 _OF_THE_RUN = (
     "optimizer.pt",
@@ -122,11 +122,11 @@ def weight_faults(folder: Path) -> list[str]:
         return faults
     try:
         expected = expected_tensors(folder, len(saved), as_in_files=as_in_files)
-        quantised = read_mapping(folder / CONFIG_NAME).get("quantization_config")
+        quantized = read_mapping(folder / CONFIG_NAME).get("quantization_config")
     except CheckpointError as error:
         return [*faults, in_words(error)]
-    if quantised is not None:
-        return faults + _faults_of_quantised(saved, expected, quantised)
+    if quantized is not None:
+        return faults + _faults_of_quantized(saved, expected, quantized)
     for tensor in saved:
         if tensor.name not in expected:
             continue
@@ -154,17 +154,17 @@ def weight_faults(folder: Path) -> list[str]:
     return faults + [f"{name} is missing" for name in missing]
 
 
-def _faults_of_quantised(
-    saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantised: object
+def _faults_of_quantized(
+    saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantized: object
 ) -> list[str]:
     """Lists faults of quantized weights, whose scales and codes have their own names and shapes.
 
     Args:
         saved: the saved tensors.
         expected: the config model's tensors.
-        quantised: the config's `quantization_config`.
+        quantized: the config's `quantization_config`.
     """
-    if not isinstance(quantised, dict) or not any(quantised.get(name) for name in _QUANTISED_BY):
+    if not isinstance(quantized, dict) or not any(quantized.get(name) for name in _QUANTIZED_BY):
         return [f"{CONFIG_NAME} has a quantization_config without a quant_method"]
     modules = {name.rpartition(".")[0] for name in expected}
     of_modules: set[str] = set()
@@ -189,7 +189,7 @@ def _faults_of_quantised(
         for name, tensor in expected.items()
         if not tensor.names & names and name.rpartition(".")[0] not in of_modules
     ]
-    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, and no weight is quantised"]
+    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, and no weight is quantized"]
 
 
 def consolidate(

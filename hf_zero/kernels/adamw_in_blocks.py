@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..arithmetic.flat import runs_triton
-from ..buckets.rows import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantise_dynamic, quantise_dynamic, tables_of
+from ..buckets.rows import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantize_dynamic, quantize_dynamic, tables_of
 from ..layout.blocks import BLOCK_NUMEL, blocks
 from .adamw import AdamW, adamw_reference, next_moments, next_weights
 from .base import is_interpreted, kernel
@@ -30,7 +30,7 @@ _CHUNK_NUMEL = 1 << 17
 
 
 def adamw_in_blocks(place: Place, settings: AdamW) -> None:
-    """Steps in place; computes the same bits as `dequantise_dynamic`, `adamw` and `quantise_dynamic`.
+    """Steps in place; computes the same bits as `dequantize_dynamic`, `adamw` and `quantize_dynamic`.
 
     Args:
         place: the states are `exp_avg` and `exp_avg_sq`, each a `Coded` with codes and scales for as many elements as there are
@@ -61,7 +61,7 @@ def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
             for name, code in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED))
         ]
         for moment, codes, scales, code in packed:
-            dequantise_dynamic(codes, scales, moment, code)
+            dequantize_dynamic(codes, scales, moment, code)
         own = replace(
             place,
             weights=place.weights[part],
@@ -71,7 +71,7 @@ def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
         )
         adamw_reference(own, settings)
         for moment, codes, scales, code in packed:
-            quantise_dynamic(moment, codes, scales, code)
+            quantize_dynamic(moment, codes, scales, code)
 
 
 def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:

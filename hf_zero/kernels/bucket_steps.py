@@ -808,7 +808,7 @@ class KernelStep(BucketStep):
 class KernelStepInBlocks(KernelStep):
     """A `KernelStep` for buckets whose moments are in 8-bit blocks and stay there.
 
-    Parameters too small for blocks are stepped with float32 moments, neighbours together.
+    Parameters too small for blocks are stepped with float32 moments, neighbors together.
 
     Args:
         blocks: each bucket's moments.

@@ -2,7 +2,7 @@
 
 [Note: blocks of parameters] A block is 256 consecutive elements of one parameter, counted from its first element. Slots start
 and shards end at multiples of 256. Therefore the blocks of a parameter are the same for every world size, stage and bucket size,
-no shard cuts a block, and another run can load the blocks of a checkpoint without quantising them again.
+no shard cuts a block, and another run can load the blocks of a checkpoint without quantizing them again.
 """
 
 from .buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, Alignment, BucketLayout
@@ -11,7 +11,7 @@ BLOCK_NUMEL = 256
 """Elements that share a scale."""
 
 SMALLEST_NUMEL = 4096
-"""Moments of smaller parameters are not quantised, as in Dettmers et al. 2021: biases and norms need little memory."""
+"""Moments of smaller parameters are not quantized, as in Dettmers et al. 2021: biases and norms need little memory."""
 
 IN_BLOCKS = Alignment(
     slot_numel=max(SLOT_ALIGN_NUMEL, BLOCK_NUMEL),

@@ -34,7 +34,7 @@ class Alignment:
 
 
 USUAL_ALIGNMENT = Alignment()
-"""Alignment of buckets without quantised blocks."""
+"""Alignment of buckets without quantized blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)

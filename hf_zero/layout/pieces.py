@@ -33,7 +33,7 @@ def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> li
                 Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
             )
     targets = [piece.in_target for piece in pieces]
-    # A checkpoint with a gap must not load, because uninitialised memory would be used as weights. The same holds for overlaps.
+    # A checkpoint with a gap must not load, because uninitialized memory would be used as weights. The same holds for overlaps.
     missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
     if missing or twice:
         fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])

@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ..config import ConfigError
-from ..config.checks import spelt
+from ..config.checks import spelled
 
 # [Note: who may remove a folder] The first and the last file of a folder is its lock, held by the process of the run. Another
 # process of this user may remove a folder if the lock is free or missing. After a process has created a folder and locked the
@@ -121,7 +121,7 @@ def _remove_dead(parent: Path) -> None:
         except OSError as error:
             # Print instead of raising, because this run can train next to the folder while the disk has room.
             said = f"hf_zero: {folder} is of a run that has ended, and stays: {error}."
-            print(spelt(said), file=sys.stderr, flush=True)
+            print(spelled(said), file=sys.stderr, flush=True)
 
 
 def _remove_if_dead(folder: Path) -> None:
@@ -141,7 +141,7 @@ def _remove_if_dead(folder: Path) -> None:
     if nbytes:
         size = f"{nbytes / 2**20:,.1f} MiB"
         said = f"hf_zero: removed {folder} ({size}), which a run that has ended left behind ({owner})."
-        print(spelt(said), file=sys.stderr, flush=True)
+        print(spelled(said), file=sys.stderr, flush=True)
 
 
 def _removed_bytes(folder: Path, *, is_held: bool) -> int:

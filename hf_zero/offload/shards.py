@@ -112,7 +112,7 @@ class FileShard(ParameterShard):
 
     def forget(self) -> None:
         fetch, self._fetch = self._fetch, None
-        # A running read cannot be cancelled, so wait for the read: the caller may write the file next.
+        # A running read cannot be canceled, so wait for the read: the caller may write the file next.
         if fetch is not None and not fetch.cancel():
             # Ignore a failed read here. Whoever needs the values reads again and gets the error.
             fetch.exception()

@@ -38,7 +38,7 @@ class StorageChoice:
         self._tier = tier
         self._optimizers = optimizers
         # Only for `moments: 8bit`, because otherwise an optimizer may keep state unseen by a trial step.
-        self._codes = codes_of_groups(optimizers if config.quantises_moments else ())
+        self._codes = codes_of_groups(optimizers if config.quantizes_moments else ())
         self.placeholders = Placeholders()
 
     def of(self, bucket: Bucket) -> BucketState:

@@ -411,7 +411,7 @@ def _said(
         if config.stage == 3
         else ""
     )
-    wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
+    wire = "as they are" if not config.comm.quantizes else f"{config.comm.gradients}, weights {config.comm.weights}"
     logits = tuned.forecast.device.get("logits", 0)
     lines = (
         f"stage: auto is {name}, which {choice.claim}",

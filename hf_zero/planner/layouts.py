@@ -194,7 +194,7 @@ def _lay_out(
                 state_of[tried],
                 in_place=may_lie_in_place,
                 by_kernel=by_kernel,
-                in_blocks=config.quantises_moments,
+                in_blocks=config.quantizes_moments,
             )
             buckets.append(made)
     others = [p for name, p in model.named_parameters() if name not in taken]

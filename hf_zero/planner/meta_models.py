@@ -47,9 +47,9 @@ def model_without_memory(
     if getattr(config, "quantization_config", None) is not None:
         if lora_rank is None:
             raise PlanError(
-                f"hf_zero: the weights of {name} are quantised, and only adapters on them train. Plan with --lora."
+                f"hf_zero: the weights of {name} are quantized, and only adapters on them train. Plan with --lora."
             )
-        _quantise(model, name)
+        _quantize(model, name)
     if lora_rank is not None:
         model = _with_adapters(model, lora_rank)
     if checkpointing:
@@ -115,7 +115,7 @@ def _class_of(config: PretrainedConfig) -> Any:
     return found
 
 
-def _quantise(model: nn.Module, name: str | Path) -> None:
+def _quantize(model: nn.Module, name: str | Path) -> None:
     """Gives the linear layers of a model on the meta device the packed weights and scales named in its config."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -125,7 +125,7 @@ def _quantise(model: nn.Module, name: str | Path) -> None:
         quantizer.preprocess_model(inner, device_map=None)
     except Exception as error:
         # Each quantization method needs its own packages and settings.
-        raise PlanError(f"hf_zero: the weights of {name} cannot be quantised in a plan ({reason(error)}).") from error
+        raise PlanError(f"hf_zero: the weights of {name} cannot be quantized in a plan ({reason(error)}).") from error
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if hasattr(weight, "bnb_quantized"):

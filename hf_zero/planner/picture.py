@@ -8,7 +8,7 @@ from ..forecast.peak import KINDS
 from ..integrations.drawing import INK, add_legend, new_axes, write_png
 from .planner import Plan
 
-_COLOURS = {
+_COLORS = {
     "parameters": "#4477aa",
     "frozen": "#99bbdd",
     "gradients": "#ee6677",
@@ -40,7 +40,7 @@ def draw(plan: Plan, path: Path) -> None:
     for kind in KINDS:
         held = [each.forecast.device.get(kind, 0) / 1e9 for each in rows]
         if any(held):
-            axes.barh(range(len(rows)), held, left=left, color=_COLOURS[kind], label=kind, height=0.7)
+            axes.barh(range(len(rows)), held, left=left, color=_COLORS[kind], label=kind, height=0.7)
             left = [before + more for before, more in zip(left, held)]
     axes.axvline(plan.room.device / 1e9, color=INK, linestyle="--", linewidth=1, label="a rank's memory")
     chosen = plan.choice.candidate

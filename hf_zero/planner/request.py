@@ -37,7 +37,7 @@ class PlanRequest:
         link_gbps: Gbit/s of all links of a node to the other nodes together.
         node_gbps: Gbit/s sent by each rank to the other ranks of its node; None means NVLink's rate, or gloo's on a CPU.
         peak_tflops: the vendor's rate of the accelerator for the dtype of the matrix products.
-        utilisation: the part of this rate that kernels reach.
+        utilization: the part of this rate that kernels reach.
     """
 
     gpus: int = 1
@@ -61,7 +61,7 @@ class PlanRequest:
     link_gbps: float = 1600.0
     node_gbps: float | None = None
     peak_tflops: float = 312.0
-    utilisation: float = 0.45
+    utilization: float = 0.45
 
     def __post_init__(self):
         for name in ("gpus", "nodes", "batch", "accumulation", "tp_size", "ep_size", "sp_size"):
@@ -86,7 +86,7 @@ class PlanRequest:
         for name in ("on_cpu", "checkpointing", "chunked_loss", "offload_activations"):
             one_of(name, getattr(self, name), (True, False))
         rates = ("link_gbps", "node_gbps", "peak_tflops")
-        for name, most in (*((rate, math.inf) for rate in rates), ("utilisation", 1.0)):
+        for name, most in (*((rate, math.inf) for rate in rates), ("utilization", 1.0)):
             value = getattr(self, name)
             if name == "node_gbps" and value is None:
                 continue
@@ -119,7 +119,7 @@ class PlanRequest:
                 nodes=self.nodes,
                 ranks_a_node=self.gpus,
                 peak_flops=self.peak_tflops * 1e12,
-                flops=self.peak_tflops * 1e12 * self.utilisation,
+                flops=self.peak_tflops * 1e12 * self.utilization,
                 link_bytes_a_second=link,
             )
         if self.node_gbps is None:

@@ -17,7 +17,7 @@ from ..checkpoint.files import no_folder, open_in_place
 from ..checkpoint.json_files import read_mapping
 from ..checkpoint.run_log import STATE_NAME, is_finite, is_number, is_step
 from ..checkpoint.structure import LOG_NAME
-from ..config.checks import SpeltError
+from ..config.checks import SpelledError
 
 # ---- The log of a run: one JSON object per line, only appended, so that the log survives a crash ----
 #
@@ -127,7 +127,7 @@ def _as_meant(value: Any) -> Any:
 Line = dict[str, Any]
 
 
-class ReportError(SpeltError):
+class ReportError(SpelledError):
     """No report can be made from a folder."""
 
 

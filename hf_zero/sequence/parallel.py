@@ -1,7 +1,7 @@
 """Sequence parallelism (`sp_size`) in models of transformers: each rank of a sequence has a part of its tokens.
 
 All ranks of a sequence receive the whole batch, like the ranks of a split model. The model's forward cuts the batch: a rank
-embeds, normalises and projects its own tokens. Attention exchanges tokens for heads, and so has the whole sequence for some of
+embeds, normalizes and projects its own tokens. Attention exchanges tokens for heads, and so has the whole sequence for some of
 the heads. The loss is the mean over the tokens of the whole batch, on each of these ranks.
 """
 
@@ -186,7 +186,7 @@ class SequenceParallel:
 
     Args:
         engine: engine of a model that contains a model of transformers.
-        size: number of ranks that a sequence is cut over. They are neighbours among the ranks that hold the same part of the
+        size: number of ranks that a sequence is cut over. They are neighbors among the ranks that hold the same part of the
             model.
 
     Raises:

@@ -65,7 +65,7 @@ class AgreedOrder:
         self._next: dict[int, int] = {}
         self._unanimous: dict[int, tuple[int, int]] = {}
         self._unsure: dict[int, int] = {}
-        self._learnt: tuple[list[int], list[int]] = ([], [])
+        self._learned: tuple[list[int], list[int]] = ([], [])
         self._place: dict[int, int] = {}
         # Different on each rank.
         self._used: set[int] = set()
@@ -193,7 +193,7 @@ class AgreedOrder:
         if number >= self._first_end:
             return number, 0, 0
         kind = number // self._units
-        return kind, self._place.get(number, len(self._learnt[kind])), self._as_declared(number)
+        return kind, self._place.get(number, len(self._learned[kind])), self._as_declared(number)
 
     def _as_declared(self, number: int) -> int:
         return -number if number >= self._units else number
@@ -208,12 +208,12 @@ class AgreedOrder:
     def _learn_place(self, number: int, before: int) -> None:
         """Inserts a new gather into the learned order."""
         kind = number // self._units
-        learnt = self._learnt[kind]
+        learned = self._learned[kind]
         place = self._place[before] + 1 if before in self._place and before // self._units == kind else 0
-        while place < len(learnt) and self._as_declared(learnt[place]) < self._as_declared(number):
+        while place < len(learned) and self._as_declared(learned[place]) < self._as_declared(number):
             place += 1
-        learnt.insert(place, number)
-        self._place.update((each, index) for index, each in enumerate(learnt))
+        learned.insert(place, number)
+        self._place.update((each, index) for index, each in enumerate(learned))
 
     def _learn_next(self, chosen: int, *, is_unanimous: bool) -> None:
         last = self._last

@@ -68,7 +68,7 @@ class RowWrites:
                 raise RuntimeError(
                     f"hf_zero: {doing}, and what optimizer.param_groups holds of {names[0]}{more} has been written "
                     "to since the last optimizer.step(), unseen by other ranks. Call "
-                    "`engine_of(model).synchronise()` on all ranks after such a write."
+                    "`engine_of(model).synchronize()` on all ranks after such a write."
                 )
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Reduce-scatter and all-gather of quantised blocks.
+"""Reduce-scatter and all-gather of quantized blocks.
 
-The sender quantises once and the receiver dequantises once, as in ZeRO++ (Wang et al. 2023, arXiv 2306.10209). Parts are summed
-in float32 in rank order. A rank's own part is quantised as well, so the sum is the one that every other rank would compute. Codes
+The sender quantizes once and the receiver dequantizes once, as in ZeRO++ (Wang et al. 2023, arXiv 2306.10209). Parts are summed
+in float32 in rank order. A rank's own part is quantized as well, so the sum is the one that every other rank would compute. Codes
 and scales are sent as two messages.
 """
 
@@ -12,7 +12,7 @@ import torch
 from ..comm.groups import RankGroup
 from ..comm.transport import Handle, Transport
 from ..comm.waits import Label
-from .quantise import BlockFormat, dequantise, dequantise_sum, quantise
+from .quantize import BlockFormat, dequantize, dequantize_sum, quantize
 
 _SCALES_CHANNEL = 0x8000
 """Added to a bucket's channel, so that scales and codes have different channels."""
@@ -39,7 +39,7 @@ def reduce_scatter_blocks(
     numel, device = flat.numel(), flat.device
     codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
     scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
-    quantise(flat, codes, scales, format, residual)
+    quantize(flat, codes, scales, format, residual)
     handles = [
         transport.start_all_to_all(codes, received_codes, label, group),
         transport.start_all_to_all(scales, received_scales, _of_scales(label), group),
@@ -48,7 +48,7 @@ def reduce_scatter_blocks(
     def complete() -> None:
         for handle in handles:
             handle.finish()
-        dequantise_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
+        dequantize_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
 
     return Handle(label, transport.ledger, complete)
 
@@ -62,9 +62,9 @@ def all_gather_blocks(
     label: Label,
     residual: torch.Tensor | None = None,
 ) -> Handle:
-    """Fills `flat` (ranks x n elements) with the dequantised n elements `own` of each rank, in the order of the group.
+    """Fills `flat` (ranks x n elements) with the dequantized n elements `own` of each rank, in the order of the group.
 
-    The owner of a part also uses the dequantised values, so that all ranks have the same bits.
+    The owner of a part also uses the dequantized values, so that all ranks have the same bits.
 
     Args:
         transport, format, residual: see `reduce_scatter_blocks`; `residual` has the shape of `own`.
@@ -74,7 +74,7 @@ def all_gather_blocks(
     codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
     scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
     own_codes, own_scales = (part.view(group.size, -1)[group.index] for part in (codes, scales))
-    quantise(own, own_codes, own_scales, format, residual)
+    quantize(own, own_codes, own_scales, format, residual)
     handles = [
         transport.start_all_gather(codes, own_codes, label, group),
         transport.start_all_gather(scales, own_scales, _of_scales(label), group),
@@ -83,7 +83,7 @@ def all_gather_blocks(
     def complete() -> None:
         for handle in handles:
             handle.finish()
-        dequantise(codes, scales, flat, format)
+        dequantize(codes, scales, flat, format)
 
     return Handle(label, transport.ledger, complete)
 

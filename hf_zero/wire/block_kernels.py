@@ -1,4 +1,4 @@
-"""The Triton kernels that quantise blocks to 8-bit codes and sum them: one signed byte for each element, in order."""
+"""The Triton kernels that quantize blocks to 8-bit codes and sum them: one signed byte for each element, in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_scales(x, scale):
 
 
 @kernel
-def quantise_kernel(
+def quantize_kernel(
     values,
     codes,
     scales,

@@ -8,11 +8,11 @@ from ..buckets.bucket import Bucket
 from ..comm.transport import Handle
 from ..step.gathers import GATHER, Gather
 from .block_collectives import all_gather_blocks
-from .quantise import BlockFormat
+from .quantize import BlockFormat
 
 
-class QuantisedGather(Gather):
-    """Gathers parameters as dequantised blocks. All ranks get the same values, also for their own part.
+class QuantizedGather(Gather):
+    """Gathers parameters as dequantized blocks. All ranks get the same values, also for their own part.
 
     If a bucket's `source` lies in its `flat`, the gather overwrites it, so its values must be stored elsewhere as well.
     """

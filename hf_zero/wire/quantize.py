@@ -1,4 +1,4 @@
-"""Quantises tensors in blocks, and dequantises them."""
+"""Quantizes tensors in blocks, and dequantizes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..kernels.base import is_interpreted
 from ..layout.blocks import BLOCK_NUMEL
-from .block_kernels import LARGEST_CODE, quantise_kernel, sum_kernel
+from .block_kernels import LARGEST_CODE, quantize_kernel, sum_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class BlockFormat:
         return self.blocks(numel) * self.block_numel
 
     def round_in_place(self, values: torch.Tensor) -> None:
-        """Rounds values to the values after a receiver's dequantisation."""
+        """Rounds values to the values after a receiver's dequantization."""
         round_to_blocks(values, values, self)
 
 
@@ -53,7 +53,7 @@ _SCRATCH_NUMEL = 1 << 17
 """Number of elements that the reference processes at a time, so that they stay in a core's cache."""
 
 
-def quantise(
+def quantize(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -78,26 +78,26 @@ def quantise(
     """
     numel, device = values.numel(), values.device
     check_flat("values", values, numel=numel, device=device, dtypes=FLOAT_DTYPES)
-    _check_quantised(codes, scales, numel, device, format)
+    _check_quantized(codes, scales, numel, device, format)
     if residual is not None:
         check_flat("residual", residual, numel=numel, device=device, dtypes=RESIDUAL_DTYPES)
-    (quantise_triton if runs_triton(device) else quantise_reference)(values, codes, scales, format, residual)
+    (quantize_triton if runs_triton(device) else quantize_reference)(values, codes, scales, format, residual)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Computes `out` = code * scale, (n,) float32, bfloat16 or float16. For the other arguments see `quantise`."""
-    dequantise_sum(codes.view(1, -1), scales.view(1, -1), out, format)
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
+    """Computes `out` = code * scale, (n,) float32, bfloat16 or float16. For the other arguments see `quantize`."""
+    dequantize_sum(codes.view(1, -1), scales.view(1, -1), out, format)
 
 
 def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Writes the values after a receiver's dequantisation into `out`, which has the shape of `values` or is `values`."""
+    """Writes the values after a receiver's dequantization into `out`, which has the shape of `values` or is `values`."""
     codes = torch.empty(format.code_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     scales = torch.empty(format.blocks(values.numel()), dtype=torch.float32, device=values.device)
-    quantise(values, codes, scales, format)
-    dequantise(codes, scales, out, format)
+    quantize(values, codes, scales, format)
+    dequantize(codes, scales, out, format)
 
 
-def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
+def dequantize_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
     """Sums the tensors of W ranks in rank order, `((first + second) + third) + …`, in float32, and rounds once into `out`.
 
     Args:
@@ -116,25 +116,25 @@ def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
             "Stack the ranks' parts."
         )
     for rank in range(codes.shape[0]):
-        _check_quantised(codes[rank], scales[rank], numel, device, format)
-    (dequantise_sum_triton if runs_triton(device) else dequantise_sum_reference)(codes, scales, out, format)
+        _check_quantized(codes[rank], scales[rank], numel, device, format)
+    (dequantize_sum_triton if runs_triton(device) else dequantize_sum_reference)(codes, scales, out, format)
 
 
-def _check_quantised(
+def _check_quantized(
     codes: torch.Tensor, scales: torch.Tensor, numel: int, device: torch.device, format: BlockFormat
 ) -> None:
     check_flat("codes", codes, numel=format.code_bytes(numel), device=device, dtypes=[torch.uint8])
     check_flat("scales", scales, numel=format.blocks(numel), device=device, dtypes=[torch.float32])
 
 
-def quantise_reference(
+def quantize_reference(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     format: BlockFormat,
     residual: torch.Tensor | None,
 ) -> None:
-    """Computes `quantise` in torch, with the same bits as the kernel; fast on a CPU."""
+    """Computes `quantize` in torch, with the same bits as the kernel; fast on a CPU."""
     numel, size = values.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = values.new_empty((2, chunk), dtype=torch.float32)
@@ -170,8 +170,8 @@ def quantise_reference(
             residual[part].copy_(error)
 
 
-def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Computes `dequantise_sum` in torch, with the same bits as the kernel; fast on a CPU."""
+def dequantize_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
+    """Computes `dequantize_sum` in torch, with the same bits as the kernel; fast on a CPU."""
     numel, size = out.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = out.new_empty((2, chunk), dtype=torch.float32)
@@ -196,7 +196,7 @@ def _launch(format: BlockFormat) -> tuple[int, int]:
     return tile_numel // format.block_numel, tile_numel // 128
 
 
-def quantise_triton(
+def quantize_triton(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -206,7 +206,7 @@ def quantise_triton(
     rows, warps = _launch(format)
     blocks = format.blocks(values.numel())
     if blocks:
-        quantise_kernel[(ceil_div(blocks, rows),)](
+        quantize_kernel[(ceil_div(blocks, rows),)](
             values,
             codes,
             scales,
@@ -222,7 +222,7 @@ def quantise_triton(
         )
 
 
-def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
+def dequantize_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
     rows, warps = _launch(format)
     blocks = format.blocks(out.numel())
     if blocks:

@@ -16,7 +16,7 @@ from ..config import CommConfig
 from ..layout.intervals import Interval
 from ..step.reductions import Reduction
 from .block_collectives import all_gather_blocks, reduce_scatter_blocks
-from .quantise import BlockFormat
+from .quantize import BlockFormat
 from .residuals import BETWEEN, OF_GROUPS, OF_RANKS, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
@@ -24,14 +24,14 @@ _SAMPLED_PASSES = 100
 
 
 class Route:
-    """Sends quantised gradients from all ranks to the owners of their sums. This class uses one reduce-scatter and quantises
+    """Sends quantized gradients from all ranks to the owners of their sums. This class uses one reduce-scatter and quantizes
     once.
 
     Args:
         residuals: residuals with the layout of buckets.
 
     Attributes:
-        residuals: the residuals of each quantisation.
+        residuals: the residuals of each quantization.
     """
 
     def __init__(self, format: BlockFormat, residuals: Residuals):
@@ -48,9 +48,9 @@ class Route:
 class BetweenGroups(Route):
     """A reduce-scatter inside the shard group, a reduce-scatter of each shard over its replicate group, and an all-gather there.
 
-    All three are quantised; the first two are qgZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209). For a bucket of n elements in R
+    All three are quantized; the first two are qgZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209). For a bucket of n elements in R
     groups of S ranks, a rank sends codes and scales of 2(R-1)/R x n/S elements to other groups. The ranks of a replicate group
-    dequantise the gathered values from the same codes, so their results are equal to the last bit.
+    dequantize the gathered values from the same codes, so their results are equal to the last bit.
 
     Args:
         within: the first of the three collectives.
@@ -155,11 +155,11 @@ class _Sampling:
     error: float | None = None
 
 
-class QuantisedReduction(Reduction):
-    """A sum of quantised gradients with a sampled error. Nothing is quantised if one rank has all state of a bucket.
+class QuantizedReduction(Reduction):
+    """A sum of quantized gradients with a sampled error. Nothing is quantized if one rank has all state of a bucket.
 
     Args:
-        exact: the same sum without quantisation, for the samples and for buckets that are not quantised.
+        exact: the same sum without quantization, for the samples and for buckets that are not quantized.
     """
 
     def __init__(self, route: Route, exact: Reduction):
@@ -177,7 +177,7 @@ class QuantisedReduction(Reduction):
         sampling.started += 1
         if not is_sampled:
             return self._route.start(bucket, flat, out)
-        # The sample sums a clone, because the quantised reduction writes to `flat`.
+        # The sample sums a clone, because the quantized reduction writes to `flat`.
         exact = torch.empty_like(out, dtype=torch.float32)
         sample = self._exact.start(bucket, flat.clone(), exact)
         handle = self._route.start(bucket, flat, out)
@@ -224,6 +224,6 @@ class QuantisedReduction(Reduction):
             residuals.fill(sent_in_blocks, read, kinds_of)
 
 
-def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantisedReduction:
-    """Returns the reduction for `comm.gradients`. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
-    return QuantisedReduction(choose_route(groups, BlockFormat(), order), exact)
+def quantized_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantizedReduction:
+    """Returns the reduction for `comm.gradients`. `exact`, `order`: see `QuantizedReduction` and `BetweenGroups`."""
+    return QuantizedReduction(choose_route(groups, BlockFormat(), order), exact)

@@ -1,4 +1,4 @@
-"""Error feedback: the rounding errors of quantised gradients, kept between steps and in checkpoints.
+"""Error feedback: the rounding errors of quantized gradients, kept between steps and in checkpoints.
 
 [Note: residuals] A rank's residual is the part of its gradients that it should have sent and has not sent yet, in units of the
 averaged gradient. Only the sum of all residuals ever reaches a parameter. So a run with other ranks or other shard groups must

@@ -87,7 +87,7 @@ def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[s
     return numel, found
 
 
-def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def summarize(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """Makes a row per way: medians, and CPU time relative to FSDP2's in the median round."""
     rows = []
     for way, rounds in found.items():
@@ -115,7 +115,7 @@ def main() -> int:
         stages=[1, 2, 3],
     )
     numel, found = measure_all(options)
-    figures = {"kind": "axes", "parameters": numel, "engines": summarise(found), "rounds": found}
+    figures = {"kind": "axes", "parameters": numel, "engines": summarize(found), "rounds": found}
     print(f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}")
     show_and_keep("axes", options, figures)
     return 0

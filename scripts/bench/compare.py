@@ -84,7 +84,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
     left_out |= {name: why for name, why in peaks.items() if isinstance(why, str)}
     measured = [name for name in measured if name not in left_out]
     if rounds:
-        rows = summarise({name: by_engine[name] for name in measured if name in by_engine}, references, peaks)
+        rows = summarize({name: by_engine[name] for name in measured if name in by_engine}, references, peaks)
     else:
         rows = [{"title": ENGINES[n].title, "is_ours": ENGINES[n].is_ours} | {"name": n} | peaks[n] for n in measured]
     return {
@@ -264,7 +264,7 @@ def _last_line(error: Exception) -> str:
 # ---- from visits to one row per engine ----
 
 
-def summarise(
+def summarize(
     by_engine: dict[str, ByRank], baselines: dict[str, ByRank], peaks: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Returns a row per engine: medians over rounds, and ratios to the baseline of the same round.
@@ -285,10 +285,10 @@ def summarise(
     ]
 
 
-def summarise_ranks(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def summarize_ranks(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Returns rows of engines that shared their processes, from the ranks' results of `measure_rounds`."""
     by_engine = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
-    return summarise(by_engine, dict.fromkeys(by_engine, by_engine[BASELINE]))
+    return summarize(by_engine, dict.fromkeys(by_engine, by_engine[BASELINE]))
 
 
 def _row(name: str, by_rank: ByRank, baseline: ByRank, peak: Any, baseline_peak: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[flo
     return rows
 
 
-def summarise(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def summarize(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Makes a row per engine: medians, and the delay behind DDP in the median round."""
     plain = rows["DDP"]
     return [
@@ -138,7 +138,7 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     measure("tiny", 1, 1)
     rounds = measure(options.model, options.ranks, options.rounds)
-    figures = {"kind": "first_step", "model": options.model, "engines": summarise(rounds), "rounds": rounds}
+    figures = {"kind": "first_step", "model": options.model, "engines": summarize(rounds), "rounds": rounds}
     show_and_keep("first_step", options, figures)
     for row in figures["engines"]:
         parts = ", ".join(f"{part} {row[part]:.2f} s" for part in PARTS)

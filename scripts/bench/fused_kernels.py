@@ -21,7 +21,7 @@ from harness import describe_run, print_table, read_options, write_record
 
 from hf_zero.arithmetic.flat import runs_triton
 from hf_zero.arithmetic.stochastic import round_stochastically
-from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, quantise_dynamic
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, quantize_dynamic
 from hf_zero.device import free_bytes
 from hf_zero.kernels.adamw import AdamW, adamw
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
@@ -30,7 +30,7 @@ from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
-from hf_zero.wire.quantise import BlockFormat, dequantise_sum, quantise
+from hf_zero.wire.quantize import BlockFormat, dequantize_sum, quantize
 
 WARMUP_ROUNDS = 3
 
@@ -55,7 +55,7 @@ def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
     for code, values in ((SIGNED, gradient.float()), (UNSIGNED, gradient.float().square())):
         codes = torch.empty(numel, dtype=torch.uint8, device=device)
         moments.append(Coded(codes, torch.empty(blocks(numel), device=device)))
-        quantise_dynamic(values, moments[-1].codes, moments[-1].scales, code)
+        quantize_dynamic(values, moments[-1].codes, moments[-1].scales, code)
 
     def place(**states: Any) -> Place:
         return Place(weights=weights, gradient=gradient, states=states, copy=copy)
@@ -80,10 +80,10 @@ def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tenso
     codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
     scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
     for rank in range(2):
-        quantise(gradient, codes[rank], scales[rank], format)
-    there = partial(quantise, gradient, codes[0], scales[0], format, residual)
-    yield Task("quantise int8, error feedback", 11 + 4 / format.block_numel, there)
-    back = partial(dequantise_sum, codes, scales, out, format)
+        quantize(gradient, codes[rank], scales[rank], format)
+    there = partial(quantize, gradient, codes[0], scales[0], format, residual)
+    yield Task("quantize int8, error feedback", 11 + 4 / format.block_numel, there)
+    back = partial(dequantize_sum, codes, scales, out, format)
     yield Task("sum of two ranks' int8", 6 + 8 / format.block_numel, back)
 
 

@@ -27,7 +27,7 @@ USUAL = ("ddp", "fsdp2", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
 GOALS = {"hf_zero1": ("to_ddp", 1.05), "hf_zero2": ("to_ddp", 1.05), "hf_zero3": ("to_fsdp2", 0.4)}
 
 
-def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def summarize(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Makes a row per engine: medians over rounds of a rank's CPU time per step, and of its ratio to a peer in the same round.
 
     `thread_` figures are for the Python thread; `loss_difference` is the largest difference to DDP's.
@@ -76,7 +76,7 @@ def main() -> int:
     options.engines = chosen_engines(options.engines)
     given = {name: getattr(options, name) for name in ("engines", "warmup_steps", "rounds", "steps")}
     job = given | {"workload": Classifier(n_layer=options.n_layer), "max_norm": MAX_NORM}
-    rows = summarise(on_ranks(measure_rounds, options.ranks, limit_s=options.time_limit_s, **job))
+    rows = summarize(on_ranks(measure_rounds, options.ranks, limit_s=options.time_limit_s, **job))
     # With two layers, fixed costs dominate, so goals are not checked.
     figures = {"kind": "host_time", "engines": rows, "missed": {} if options.quick else missed_goals(rows)}
     show_and_keep("host_time", options, figures)

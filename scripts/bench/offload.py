@@ -236,7 +236,7 @@ class Rounds:
         self._longest_s = max(self._longest_s, time.monotonic() - began_s)
 
 
-def summarise(runs: list[dict]) -> dict[str, Any]:
+def summarize(runs: list[dict]) -> dict[str, Any]:
     """Summarizes one way's runs: medians of times, the highest memory."""
     return runs[0] | {
         "runs": len(runs),
@@ -286,7 +286,7 @@ def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, A
         settings |= {"model_name": options.model, "nvme_path": folder}
         rounds = Rounds([way for way in options.ways if way not in left_out], deadline_s, settings)
         rounds.take(options.rounds)
-    summaries = [summarise(runs) for runs in rounds.runs.values() if runs]
+    summaries = [summarize(runs) for runs in rounds.runs.values() if runs]
     differ = differing(summaries)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     title = f"{options.model}, AdamW, {options.dtype}, one rank on {device}"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare import measure_rounds, summarise_ranks
+from compare import measure_rounds, summarize_ranks
 from engines import ENGINES, USUAL_ENGINES, WORKLOADS, chosen_engines
 from harness import RESULTS, describe_run, read_options, write_record
 from ranks import joined_process_group
@@ -165,7 +165,7 @@ def measure(link: str, engines: list[str], rounds: int, steps: int, time_limit_s
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        rows = summarise_ranks([json.loads((Path(folder) / "figures.json").read_text())])
+        rows = summarize_ranks([json.loads((Path(folder) / "figures.json").read_text())])
     about = {"model": model, "mbit": _mbit(rate), "delay_ms": delay_ms, "date": time.strftime("%F"), "load": load}
     names = {"name": "engine", "title": "title", "wall_ms": "step_ms", "waited_ms": "wait_ms"}
     return [_with_forecast(about | {new: row[name] for name, new in names.items()}) for row in rows]

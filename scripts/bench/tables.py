@@ -542,10 +542,10 @@ def plot(record: Record, folder: Path, name: str) -> list[Path]:
 
 def _plot_steps(record: Record, path: Path) -> Iterable[Path]:
     rows = record["engines"]
-    titles, colours = [row["title"] for row in rows], [OURS[1] if row["is_ours"] else PEERS[0] for row in rows]
+    titles, colors = [row["title"] for row in rows], [OURS[1] if row["is_ours"] else PEERS[0] for row in rows]
     figure, panels = _panels(len(PANELS), figsize=(13, 1.2 + 0.3 * len(rows)), sharey=True)
     for panel, (heading, value) in zip(panels, PANELS.items()):
-        panel.barh(titles, [value(row) or 0 for row in rows], color=colours)
+        panel.barh(titles, [value(row) or 0 for row in rows], color=colors)
         panel.set_title(heading, fontsize=10)
         panel.tick_params(labelsize=8)
     panels[0].invert_yaxis()
@@ -583,7 +583,7 @@ def _plot_links(record: Record, path: Path) -> Iterable[Path]:
     delays = sorted({run["delay_ms"] for run in record["runs"]})
     figure, panels = _panels(len(delays), figsize=(5 * len(delays), 5))
     labels = dict.fromkeys(f"{run['title']}, {run['model']}" for run in record["runs"])
-    colours = _colours(labels)
+    colors = _colors(labels)
     shown: dict[str, Any] = {}
     for panel, delay in zip(panels, delays):
         measured: Lines = {}
@@ -593,7 +593,7 @@ def _plot_links(record: Record, path: Path) -> Iterable[Path]:
             measured.setdefault(label, []).append((run["mbit"], run["step_ms"]))
             if run["simulated_ms"] is not None:
                 forecast.setdefault(label, []).append((run["mbit"], run["simulated_ms"]))
-        _draw(panel, measured, forecast, colours)
+        _draw(panel, measured, forecast, colors)
         shown |= {line.get_label(): line for line in panel.get_lines() if line.get_label() in labels}
         panel.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms a step")
         panel.set_title(f"delay {delay:g} ms; dashed: the planner's forecast", fontsize=10)
@@ -613,18 +613,18 @@ def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
     return figure, panels[0]
 
 
-def _colours(titles: Iterable[str]) -> dict[str, str]:
+def _colors(titles: Iterable[str]) -> dict[str, str]:
     left = {True: iter(OURS * 3), False: iter(PEERS * 3)}
     return {title: next(left[title.startswith("hf_zero")]) for title in titles}
 
 
-def _draw(panel: Any, lines: Lines, dashed: Lines | None = None, colours: dict[str, str] | None = None) -> None:
-    colours = colours or _colours(lines)
+def _draw(panel: Any, lines: Lines, dashed: Lines | None = None, colors: dict[str, str] | None = None) -> None:
+    colors = colors or _colors(lines)
     for title, points in lines.items():
-        colour = colours[title]
-        panel.plot(*zip(*points), marker="o", markersize=4, color=colour, label=title)
+        color = colors[title]
+        panel.plot(*zip(*points), marker="o", markersize=4, color=color, label=title)
         if dashed and title in dashed:
-            panel.plot(*zip(*dashed[title]), linestyle="--", linewidth=1, color=colour)
+            panel.plot(*zip(*dashed[title]), linestyle="--", linewidth=1, color=color)
     panel.grid(alpha=0.25)
     panel.tick_params(labelsize=8)
 

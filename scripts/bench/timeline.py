@@ -464,7 +464,7 @@ def _figures(spans: list[Span], kernels_ms: float, begin_ms: float, end_ms: floa
     }
 
 
-def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
+def summarize(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Medians over all steps of all runs."""
     steps = [step for run in runs for step in run["steps"]]
     found = {name: median(step[name] for step in steps) for name in steps[0]}
@@ -604,7 +604,7 @@ def compare(options: Any) -> dict[str, Any]:
                 arguments |= {"script_threads": options.script_threads, "disk_gbs": options.disk_gbs}
                 arguments |= {"activations": options.activations}
                 runs[way].append(run_alone(measure, time_limit_s=1800, keyword_arguments=arguments))
-            rows = [{"way": way, **summarise(found)} for way, found in runs.items()]
+            rows = [{"way": way, **summarize(found)} for way, found in runs.items()]
             for row in rows:
                 row["ratio"] = row["whole_ms"] / rows[0]["whole_ms"]
                 row["planned_ratio"] = row["planned_ms"] / rows[0]["planned_ms"]

@@ -106,7 +106,7 @@ def test_bf16_parameters_with_masters_follow_one_process(folder, changes):
 
 
 @pytest.mark.extra("wire")
-def test_values_that_all_ranks_of_a_copy_have_stay_alike_through_a_quantised_wire(folder):
+def test_values_that_all_ranks_of_a_copy_have_stay_alike_through_a_quantized_wire(folder):
     # They would not, if blocks had elements of theirs and of parameters that are split.
     job = SplitJob(folder=folder, steps=2)
     comm = {"gradients": "int8", "weights": "int8"}

@@ -737,9 +737,9 @@ READ_BY_OTHERS = {
         "rng_state_0.pth holds what no Trainer writes there",
     ),
     "a pipe of any name": (lambda folder: os.mkfifo(folder / "notes"), "notes is no plain file"),
-    "a quantisation": (
+    "a quantization": (
         changed_json("config.json", quantization_config={"load_in_8bit": True}),
-        "no weight is quantised",
+        "no weight is quantized",
     ),
 }
 

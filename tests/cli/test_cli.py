@@ -215,7 +215,7 @@ def test_whole_numbers_do_not_stand_for_weights_under_an_old_name(plain):
     assert f"{plain}: bert.embeddings.LayerNorm.weight is missing" in refusals("verify", plain)
 
 
-def says_quantised(folder: Path, value: object) -> None:
+def says_quantized(folder: Path, value: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": value}))
 
@@ -236,10 +236,10 @@ def in_groups(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [in_codes, in_groups])
-def test_quantised_weights_are_good_with_a_config_that_says_so_and_not_without(change, plain):
+def test_quantized_weights_are_good_with_a_config_that_says_so_and_not_without(change, plain):
     changed(plain, change)
     assert hf_zero("verify", plain).exit_code == 1
-    says_quantised(plain, {"quant_method": "any", "load_in_4bit": True})
+    says_quantized(plain, {"quant_method": "any", "load_in_4bit": True})
     done = hf_zero("verify", plain)
     assert done.exit_code == 0, done.stderr
     changed(plain, lambda tensors: tensors.pop("classifier.weight"))
@@ -247,11 +247,11 @@ def test_quantised_weights_are_good_with_a_config_that_says_so_and_not_without(c
 
 
 @pytest.mark.parametrize("value", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, [], "x", 4, {"bits": 4}])
-def test_a_config_that_claims_a_quantisation_which_the_weights_do_not_have_is_a_fault(value, plain):
-    says_quantised(plain, value)
+def test_a_config_that_claims_a_quantization_which_the_weights_do_not_have_is_a_fault(value, plain):
+    says_quantized(plain, value)
     [line] = refusals("verify", plain)
     assert "config.json has a quantization_config" in line or "config.json cannot be read" in line
-    says_quantised(plain, None)
+    says_quantized(plain, None)
     assert hf_zero("verify", plain).exit_code == 0
 
 

@@ -184,8 +184,8 @@ def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, c
 
 
 def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict, dict]:
-    exact, quantised = ({"stage": stage, "comm": each} for each in ({}, comm))
-    return bytes_of_steps(rank, world_size, exact, 1, 2), bytes_of_steps(rank, world_size, quantised, 1, 2)
+    exact, quantized = ({"stage": stage, "comm": each} for each in ({}, comm))
+    return bytes_of_steps(rank, world_size, exact, 1, 2), bytes_of_steps(rank, world_size, quantized, 1, 2)
 
 
 @pytest.mark.extra("wire")
@@ -201,10 +201,10 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
 def test_blocks_take_a_quarter_at_the_socket(stage, comm, share):
     """1 byte in place of 4, and 4 bytes of scale for 256 elements: 0.254."""
     by_rank = run_on_ranks(bytes_with_and_without, stage=stage, comm=comm)
-    for exact, quantised in by_rank:
-        print(f"stage {stage}, {comm}: {quantised['socket'] / exact['socket']:.4f} of the bytes of fp32")
-        assert quantised["socket"] <= share * exact["socket"]
-        assert quantised["ledger"] == pytest.approx(quantised["socket"], rel=0.02)
+    for exact, quantized in by_rank:
+        print(f"stage {stage}, {comm}: {quantized['socket'] / exact['socket']:.4f} of the bytes of fp32")
+        assert quantized["socket"] <= share * exact["socket"]
+        assert quantized["ledger"] == pytest.approx(quantized["socket"], rel=0.02)
 
 
 def one_rank_stays_away(rank: int, world_size: int) -> None:

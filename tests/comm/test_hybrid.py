@@ -252,7 +252,7 @@ def refuses_one_node(rank: int, world_size: int) -> None:
 
 
 def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tuple[dict, float, str]]:
-    """Settings, the largest difference of a loss to that of unquantised groups, and a hash of the weights."""
+    """Settings, the largest difference of a loss to that of unquantized groups, and a hash of the weights."""
     found = []
     comm = hybrid(size, gradients=gradients)
     variants = [
@@ -278,7 +278,7 @@ def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tup
     ],
     ids=["2x2", "3x2"],
 )
-def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size, gradients):
+def test_quantized_shard_groups_stay_alike_and_near_exact_ones(world_size, size, gradients):
     by_rank = run_on_ranks(in_blocks, world_size=world_size, size=size, gradients=gradients)
     for outcomes in zip(*by_rank):
         assert len({digest for *_, digest in outcomes}) == 1, outcomes[0][0]
@@ -287,7 +287,7 @@ def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size,
 
 
 @pytest.mark.extra("wire")
-def test_quantised_bytes_between_nodes_are_what_the_formula_says():
+def test_quantized_bytes_between_nodes_are_what_the_formula_says():
     for sent, numel in run_on_ranks(counts, world_size=4, stage=2, comm=hybrid(2, gradients="int8")):
         # Codes and a float32 scale for each 256. Two groups of two: half of the bucket inside, then twice half of the shard.
         nbytes = numel + 4 * numel // 256
@@ -297,7 +297,7 @@ def test_quantised_bytes_between_nodes_are_what_the_formula_says():
         assert "all-reduce shards of gradients" not in sent or sent["all-reduce shards of gradients"] == (0, 0)
 
 
-def quantised_saves_and_resumes(rank: int, world_size: int, folder: str, stage: int) -> None:
+def quantized_saves_and_resumes(rank: int, world_size: int, folder: str, stage: int) -> None:
     settings = setting(stage, hybrid(2, gradients="int8", weights="int8"))
     model, optimizer, engine, _ = start(settings)
     save(engine, model, Path(folder))
@@ -334,9 +334,9 @@ def summed(by_rank: list) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("stage", "others"), [(2, [(2, None)]), pytest.param(3, [(2, None), (6, 2), (6, 3)], marks=pytest.mark.slow)]
 )
-def test_quantised_checkpoints_of_several_shard_groups(tmp_path, stage, others):
+def test_quantized_checkpoints_of_several_shard_groups(tmp_path, stage, others):
     arguments = {"folder": str(tmp_path), "stage": stage}
-    run_on_ranks(quantised_saves_and_resumes, world_size=4, **arguments)
+    run_on_ranks(quantized_saves_and_resumes, world_size=4, **arguments)
     sums = []
     for world_size, size in [(4, 2), *others]:
         arguments = {"folder": str(tmp_path), "size": size}

@@ -102,8 +102,8 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
     [
         ({"stagge": 2}, "unknown key `stagge`; the nearest known one is `stage`"),
         (
-            {"offload": {"optimiser": "cpu"}},
-            "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`",
+            {"offload": {"optimzer": "cpu"}},
+            "unknown key `offload.optimzer`; the nearest known one is `offload.optimizer`",
         ),
         ({"learning_rate": 1e-3}, "unknown key `learning_rate`; set it in the training arguments or in the script"),
         ({"humidity": 1}, "unknown key `humidity`; nothing known is near it. Known: stage,"),

@@ -225,7 +225,7 @@ scalars = st.one_of(
     st.floats().map(str),
     st.text(max_size=6).map(lambda text: json.dumps(text)),
 )
-spelt_keys = st.one_of(
+spelled_keys = st.one_of(
     st.sampled_from([name.rpartition(".")[2] for name in NAMES] + ["offload", "comm", "checkpoint", "outer"]),
     st.sampled_from(
         ["<<", "? stage", "'stage'", '"stage"', "stage ", "Stage", "*a", "&a stage", "-", "", "2", "null", "\u017ftage"]
@@ -235,19 +235,19 @@ flow_values = st.recursive(
     scalars,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
-        st.lists(st.tuples(spelt_keys, inner), max_size=3).map(
+        st.lists(st.tuples(spelled_keys, inner), max_size=3).map(
             lambda pairs: f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
         ),
     ),
     max_leaves=5,
 )
-lines = st.tuples(st.sampled_from(["", "  ", "    ", "\t", "- "]), spelt_keys, st.just("") | flow_values)
+lines = st.tuples(st.sampled_from(["", "  ", "    ", "\t", "- "]), spelled_keys, st.just("") | flow_values)
 documents = st.lists(lines, max_size=6).map(
     lambda found: "\n".join(f"{indent}{key}: {value}" for indent, key, value in found).encode("utf-8", "surrogatepass")
 )
 # Anchors, aliases and merges in places where they would be followed.
 linked = st.tuples(
-    st.sampled_from(["[a, *a]", "{x: 1}", "2", "[[]]", "{<<: *a}"]), spelt_keys, st.sampled_from(NAMES)
+    st.sampled_from(["[a, *a]", "{x: 1}", "2", "[[]]", "{<<: *a}"]), spelled_keys, st.sampled_from(NAMES)
 ).map(
     lambda found: f"x: &a {found[0]}\n{found[1]}: *a\n{found[2].rpartition('.')[2]}: {{<<: *a, y: *a}}".encode(
         "utf-8", "surrogatepass"
@@ -323,7 +323,7 @@ JUDGED = {
     "mappings": (mappings, lambda mapping, _: ZeroConfig.of(mapping)),
     "keyword arguments": (named, lambda pairs, _: keyword_arguments(pairs)),
     "yaml": (yaml_texts, lambda text, path: ZeroConfig.of(written(path, text))),
-    "spelt yaml": (documents | linked, lambda text, path: ZeroConfig.of(written(path, text))),
+    "spelled yaml": (documents | linked, lambda text, path: ZeroConfig.of(written(path, text))),
     "words": (flags, lambda text, _: script_call([f"--zero={text}", __file__, "--its-own"]).config),
     "variable": (
         flags | documents.map(lambda text: text.decode("utf-8", "replace")),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.buckets.rows import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic, tables_of
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, DynamicCode, dequantize_dynamic, quantize_dynamic, tables_of
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 
 CODES = pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -18,14 +18,14 @@ def packed(values: torch.Tensor, code: DynamicCode) -> tuple[torch.Tensor, torch
     codes = torch.empty(len(values), dtype=torch.uint8)
     scales = torch.empty(blocks(len(values)))
     before = values.clone()
-    quantise_dynamic(values, codes, scales, code)
+    quantize_dynamic(values, codes, scales, code)
     assert torch.equal(values.view(torch.int32), before.view(torch.int32))
     return codes, scales
 
 
 def unpacked(codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> torch.Tensor:
     out = torch.empty(len(codes))
-    dequantise_dynamic(codes, scales, out, code)
+    dequantize_dynamic(codes, scales, out, code)
     return out
 
 
@@ -182,11 +182,11 @@ def test_what_is_larger_than_a_chunk_is_the_same(monkeypatch):
 def test_tensors_that_do_not_fit_are_refused():
     codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
     with pytest.raises(ValueError, match="codes has 300 elements, and 299 are needed"):
-        quantise_dynamic(torch.zeros(299), codes, scales, SIGNED)
+        quantize_dynamic(torch.zeros(299), codes, scales, SIGNED)
     with pytest.raises(ValueError, match="scales has 2 elements, and 3 are needed"):
-        dequantise_dynamic(torch.empty(600, dtype=torch.uint8), scales, torch.empty(600), SIGNED)
+        dequantize_dynamic(torch.empty(600, dtype=torch.uint8), scales, torch.empty(600), SIGNED)
     with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
-        quantise_dynamic(torch.zeros(300, dtype=torch.bfloat16), codes, scales, SIGNED)
+        quantize_dynamic(torch.zeros(300, dtype=torch.bfloat16), codes, scales, SIGNED)
 
 
 @CODES

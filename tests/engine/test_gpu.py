@@ -15,7 +15,7 @@ from torch import nn
 from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch, save_engine
 
 from hf_zero.arithmetic.flat import has_triton
-from hf_zero.buckets.rows import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, dequantize_dynamic, quantize_dynamic
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.waits import Label
@@ -252,8 +252,8 @@ def test_blocks_are_those_of_the_host_bit_for_bit(code):
         codes = torch.empty(len(values), dtype=torch.uint8, device=device)
         scales = torch.empty(blocks(len(values)), device=device)
         out = torch.empty(len(values), device=device)
-        quantise_dynamic(values.to(device), codes, scales, code)
-        dequantise_dynamic(codes, scales, out, code)
+        quantize_dynamic(values.to(device), codes, scales, code)
+        dequantize_dynamic(codes, scales, out, code)
         packed.append([tensor.cpu() for tensor in (codes, scales, out)])
     assert all(torch.equal(here, there) for here, there in zip(*packed))
 

@@ -122,7 +122,7 @@ def test_adamws_moments_take_two_bytes_an_element(place):
 
 
 def on_text(settings: dict, count: int = 50) -> list[float]:
-    """Losses of a GPT that learns the licence by its letters, with warm-up and decay."""
+    """Losses of a GPT that learns the license by its letters, with warm-up and decay."""
     letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
     torch.manual_seed(0)
     model = gpt(vocabulary=len(letters))
@@ -145,12 +145,12 @@ def on_text(settings: dict, count: int = 50) -> list[float]:
 
 @pytest.mark.extra("kernels")
 def test_a_small_gpt_learns_a_text_as_with_32_bits():
-    exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
-    print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantised[::10]), sep="\n")
-    assert exact != quantised
-    assert sum(quantised[-10:]) == pytest.approx(sum(exact[-10:]), rel=0.01)
-    assert quantised == pytest.approx(exact, rel=0.02)
-    assert quantised[-1] < exact[0] - 1
+    exact, quantized = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
+    print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantized[::10]), sep="\n")
+    assert exact != quantized
+    assert sum(quantized[-10:]) == pytest.approx(sum(exact[-10:]), rel=0.01)
+    assert quantized == pytest.approx(exact, rel=0.02)
+    assert quantized[-1] < exact[0] - 1
 
 
 class Lion(torch.optim.Optimizer):
@@ -198,8 +198,8 @@ def test_torchs_elementwise_optimizers_go_with_it(name):
         losses.append(steps(model, optimizer, [0] * 12))
     [row] = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
     assert row.bytes < 0.3 * row.ddp_bytes
-    exact, quantised = losses
-    assert exact[-1] < exact[0] - 0.1 and quantised == pytest.approx(exact, rel=0.02)
+    exact, quantized = losses
+    assert exact[-1] < exact[0] - 0.1 and quantized == pytest.approx(exact, rel=0.02)
 
 
 def test_without_moments_nothing_changes():

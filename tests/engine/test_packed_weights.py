@@ -66,7 +66,7 @@ STAGES = [
 def unlike_ddp(
     rank: int, world_size: int, bases: str, cells: list[tuple[str, dict]], variants: list[dict]
 ) -> list[tuple[str, dict, dict]]:
-    """The base, its quantisation and the settings of each run whose losses or state are not DDP's."""
+    """The base, its quantization and the settings of each run whose losses or state are not DDP's."""
     unlike = []
     for name, says in cells:
         model, expected = run(rank, bases, name, says, None)
@@ -291,11 +291,11 @@ def test_casts_and_blocks_of_gathers_leave_codes_and_scales_as_they_are(rank, wo
 # ---- what is refused ----
 
 
-def test_weights_that_are_still_to_be_quantised_are_refused():
+def test_weights_that_are_still_to_be_quantized_are_refused():
     for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
         settings = {} if kind is bitsandbytes.nn.Linear4bit else {"has_fp16_weights": False}
         model = nn.Sequential(kind(64, 64, **settings), nn.Linear(64, 4))
-        with pytest.raises(ValueError, match=r"'0.weight' is a .* which is not quantised yet. Call model.to\(device\)"):
+        with pytest.raises(ValueError, match=r"'0.weight' is a .* which is not quantized yet. Call model.to\(device\)"):
             ZeroEngine(model, [torch.optim.SGD(trained(model), lr=0.1)], 2)
 
 

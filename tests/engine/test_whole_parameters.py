@@ -577,7 +577,7 @@ def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(rank
         with pytest.raises(RuntimeError) as caught:
             do()
         said[name] = str(caught.value)
-    engine.synchronise()
+    engine.synchronize()
     assert all(value.abs().max() <= 0.011 for value in model.state_dict().values())
     # The step itself sends what it finds, and what it makes of it.
     step(between=lambda: clamp_rows(optimizer))
@@ -595,7 +595,7 @@ def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(rank
     for name, message in said.items():
         assert name in message
         assert "written to since the last optimizer.step()" in message
-        assert "engine_of(model).synchronise()" in message
+        assert "engine_of(model).synchronize()" in message
 
 
 def test_an_optimizer_that_writes_in_eval_is_refused_where_its_state_is_away(tmp_path):

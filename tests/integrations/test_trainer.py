@@ -146,7 +146,7 @@ def test_clipping_and_sharded_accumulation_are_close(overrides, stage, ddp, tmp_
 @pytest.mark.short_cells("stage=3,param_dtype=float32-1e-05")
 @pytest.mark.parametrize(
     ("zero", "error"),
-    # Stage 3 gathers bfloat16, and so normalises, too, with rounded weights.
+    # Stage 3 gathers bfloat16, and so normalizes, too, with rounded weights.
     [slow("2", 1e-5), ("stage=3,param_dtype=float32", 1e-5), ("3", 1e-2)],
 )
 def test_bf16_autocast_is_close(zero, error, ddp, tmp_path):
@@ -226,7 +226,7 @@ def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:
 @pytest.mark.extra("wire")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", short_of([2, 3], [3]))
-def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(stage, tmp_path):
+def test_a_run_whose_gradients_and_weights_travel_quantized_resumes_bit_for_bit(stage, tmp_path):
     door = f"flag stage={stage},comm.gradients=int8,comm.weights=int8"
     for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door=door):
         whole, resumed = outcome["whole"], outcome["resumed"]

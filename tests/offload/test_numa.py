@@ -74,7 +74,7 @@ def test_a_rank_whose_accelerator_has_no_known_node_is_dealt_one(tmp_path, gpu_n
 
 
 @given(nodes=st.integers(2, 6), ranks=st.integers(1, 12))
-def test_ranks_are_dealt_evenly_and_neighbours_together(tmp_path_factory, nodes, ranks):
+def test_ranks_are_dealt_evenly_and_neighbors_together(tmp_path_factory, nodes, ranks):
     system = tree(tmp_path_factory.mktemp("sys"), {3 * n: f"{2 * n}-{2 * n + 1}" for n in range(nodes)})
     dealt = [min(near(system, local_rank=rank, ranks=ranks)) // 2 for rank in range(ranks)]
     counts = [dealt.count(node) for node in range(nodes)]

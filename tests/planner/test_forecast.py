@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from training import LENGTH, bert, gpt2, llama
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
-from hf_zero.buckets.rows import PACKING_BYTES, SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
+from hf_zero.buckets.rows import PACKING_BYTES, SIGNED, UNSIGNED, dequantize_dynamic, quantize_dynamic
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.forecast.peak import Activations
 from hf_zero.integrations.announce import ddp_state, state_plan
@@ -246,7 +246,7 @@ settings_of_a_plan = st.fixed_dictionaries(
         "accumulation": st.integers(0, 3),
         "mixed_precision": st.sampled_from(["no", "bf16", "fp16", "fp8"]),
         "link_gbps": st.sampled_from([0.1, 400, -1, float("nan"), "fast"]),
-        "utilisation": st.sampled_from([0.4, 1, 2]),
+        "utilization": st.sampled_from([0.4, 1, 2]),
     },
 )
 kept_settings = st.fixed_dictionaries(
@@ -404,10 +404,10 @@ class _CountedBytes(TorchDispatchMode):
 def test_the_planned_traffic_of_8_bit_moments_is_that_of_their_operators(code):
     numel = 1 << 17
     values, codes, scales = torch.rand(numel), torch.empty(numel, dtype=torch.uint8), torch.empty(numel // 256)
-    quantise_dynamic(values, codes, scales, code)
+    quantize_dynamic(values, codes, scales, code)
     with _CountedBytes() as counted:
-        dequantise_dynamic(codes, scales, values, code)
-        quantise_dynamic(values, codes, scales, code)
+        dequantize_dynamic(codes, scales, values, code)
+        quantize_dynamic(values, codes, scales, code)
     # The tables are in a core's cache.
     tables = 3 * 256 * 4 + 65536
     assert (counted.nbytes - tables) / numel == pytest.approx(PACKING_BYTES, rel=0.01)

@@ -192,7 +192,7 @@ def test_adapters_leave_little_to_train(config):
 @pytest.mark.parametrize(
     "says", [slow({"load_in_8bit": True}), slow({"load_in_4bit": True}), {"load_in_4bit": True, "double": True}]
 )
-def test_a_base_that_its_config_calls_quantised_is_planned_as_the_loaded_one(says, tmp_path):
+def test_a_base_that_its_config_calls_quantized_is_planned_as_the_loaded_one(says, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
     from packed_bases import adapted, save_bases
 

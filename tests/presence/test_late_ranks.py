@@ -757,7 +757,7 @@ OWNED = {
     "stage 3, host memory": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
     "stage 2, state in host memory": {"stage": 2, "offload": {"optimizer": "cpu"}},
     "stage 1, 8-bit moments": {"stage": 1, "moments": "8bit"},
-    "stage 3, masters, quantised": {"stage": 3, "param_dtype": "bfloat16", "comm": {"weights": "int8"}},
+    "stage 3, masters, quantized": {"stage": 3, "param_dtype": "bfloat16", "comm": {"weights": "int8"}},
 }
 
 
@@ -795,15 +795,15 @@ def test_a_bit_that_flips_between_an_update_and_its_gather_is_found(settings):
         assert "has changed by itself on rank 1, between the updates of steps 2 and 3:" in said
 
 
-QUANTISED = {"param_dtype": "bfloat16", "comm": {"weights": "int8", "gradients": "int8"}}
+QUANTIZED = {"param_dtype": "bfloat16", "comm": {"weights": "int8", "gradients": "int8"}}
 REDUCED, GATHERED = "reduce-scatter gradients", "all-gather parameters"
 # Settings, whether the backend's own collectives are used, and the kinds of messages that are noted.
 WIRES: dict[str, tuple[dict, bool, list[str]]] = {
     "stage 2": ({"stage": 2}, False, [REDUCED]),
     "stage 3": ({"stage": 3}, False, [REDUCED, GATHERED]),
-    "stage 2, quantised": ({"stage": 2, **QUANTISED}, False, [REDUCED, GATHERED]),
+    "stage 2, quantized": ({"stage": 2, **QUANTIZED}, False, [REDUCED, GATHERED]),
     "stage 3, backend": ({"stage": 3}, True, [GATHERED]),
-    "stage 3, backend, quantised": ({"stage": 3, **QUANTISED}, True, [REDUCED, GATHERED]),
+    "stage 3, backend, quantized": ({"stage": 3, **QUANTIZED}, True, [REDUCED, GATHERED]),
 }
 
 
@@ -893,7 +893,7 @@ def of_backend(groups: Groups, _timeout_s: float, ledger: Ledger) -> CollectiveT
 
 
 @pytest.mark.extra("wire")
-@pytest.mark.short_cells("stage 2", "stage 3", "stage 3, backend, quantised")
+@pytest.mark.short_cells("stage 2", "stage 3", "stage 3, backend, quantized")
 @pytest.mark.parametrize("name", WIRES)
 def test_a_bit_that_flips_on_the_wire_is_found_with_the_bucket(name):
     run_on_ranks(struck_on_the_wire, name=name)
@@ -914,7 +914,7 @@ def test_a_bit_that_flips_in_a_reduced_gradient_before_the_step_is_found(setting
 
 
 @pytest.mark.short_cells("stage 3")
-@pytest.mark.parametrize("settings", ["stage 3", "stage 3, masters, quantised"])
+@pytest.mark.parametrize("settings", ["stage 3", "stage 3, masters, quantized"])
 def test_a_bit_that_flips_in_a_gathered_layer_is_found(settings):
     for said in run_on_ranks(struck_between, settings=OWNED[settings], at="gathered"):
         assert "gathered copy of 'transformer.h.1." in said and "has changed by itself on rank 1, between" in said, said

@@ -29,7 +29,7 @@ import offload
 import ranks
 import step
 import tables
-from compare import summarise_ranks
+from compare import summarize_ranks
 from engines import USUAL_ENGINES, WORKLOADS
 from harness import BENCH_FOLDER, tcp_bytes
 from launching import run_forked
@@ -89,7 +89,7 @@ def test_ratios_are_paired_by_round_and_losses_compared_with_the_baseline():
     # The machine slows down threefold between the rounds; the engine is 10 % slower in each.
     baseline = {"losses": [2.0, 1.0], "visits": [visit(100.0), visit(300.0)]}
     slower = {"losses": [2.0, 1.5], "visits": [visit(110.0), visit(330.0)]}
-    summary = summarise_ranks([{"ddp": baseline, "fsdp2": slower}])[1]
+    summary = summarize_ranks([{"ddp": baseline, "fsdp2": slower}])[1]
     assert summary["cpu_ratio"]["median"] == pytest.approx(1.1)
     assert summary["cpu_ratio"]["highest"] == pytest.approx(1.1)
     assert summary["loss_difference"] == 0.5
@@ -172,7 +172,7 @@ def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(name, 
 def test_host_time_says_by_how_much_a_goal_is_missed():
     costs = {"ddp": 20.0, "fsdp2": 100.0, "hf_zero2": 22.0, "hf_zero3": 39.0}
     losses = {"losses": [2.0]}
-    rows = host_time.summarise([{name: {**losses, "visits": [visit(cost)]} for name, cost in costs.items()}])
+    rows = host_time.summarize([{name: {**losses, "visits": [visit(cost)]} for name, cost in costs.items()}])
     assert host_time.missed_goals(rows) == {"hf_zero2": "1.100 of ddp > 1.05"}
 
 
@@ -190,7 +190,7 @@ def test_a_loss_off_by_one_bit_fails_a_run_on_two_ranks(monkeypatch, capsys, tmp
     one_bit_off = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0)).item()
     baseline = {"losses": [2.0], "visits": [visit(100.0)]}
     other = {"losses": [one_bit_off], "visits": [visit(100.0)]}
-    rows = summarise_ranks([{"ddp": baseline, "hf_zero2": other}])
+    rows = summarize_ranks([{"ddp": baseline, "hf_zero2": other}])
     monkeypatch.setattr(step, "compare", lambda comparison: {"engines": rows, "left_out": {}})
     monkeypatch.setattr(sys, "argv", ["step.py", "--ranks", str(world_size), "--json", str(tmp_path / "figures.json")])
     assert step.main() == status

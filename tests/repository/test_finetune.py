@@ -35,7 +35,7 @@ from finetuning import (
     sources,
     step_to_resume,
     train_for_classification,
-    train_for_language_modelling,
+    train_for_language_modeling,
 )
 from launching import CONFIGS, ROOT, launch_forked, run_forked
 from safetensors.torch import load_file
@@ -211,7 +211,7 @@ def test_standard_library_text_is_the_same_every_time_and_split_cleanly():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [train_for_classification, train_for_language_modelling])
+@pytest.mark.parametrize("train", [train_for_classification, train_for_language_modeling])
 def test_a_tokenizer_trained_twice_is_the_same(train):
     texts = docstrings()["validation"]["text"]
     assert train(texts).get_vocab() == train(texts).get_vocab()
@@ -337,7 +337,7 @@ def test_labels_that_cannot_be_learned():
 
 def test_text_shorter_than_a_block():
     texts = Dataset.from_dict({"text": ["a few words"]})
-    tokenizer = train_for_language_modelling(texts["text"])
+    tokenizer = train_for_language_modeling(texts["text"])
     with pytest.raises(RecipeError, match="shorter than one block of 64 tokens"):
         pack(DatasetDict(train=texts, validation=texts), tokenizer, 64)
 
@@ -425,12 +425,12 @@ def test_accuracy_curve_is_ddps(curve):
 @pytest.mark.timeout(900)
 @needs_sst2
 def test_accuracy_is_kept_where_gradients_and_weights_travel_in_8_bits(curve):
-    exact, *quantised = (
+    exact, *quantized = (
         "2",
         "stage=2,comm.gradients=int8,comm.weights=int8",
         "stage=3,comm.gradients=int8,comm.weights=int8",
     )
-    sums = dict.fromkeys((exact, *quantised), 0.0)
+    sums = dict.fromkeys((exact, *quantized), 0.0)
     for seed in (1, 2):
         for settings in sums:
             found = curve(settings, seed)
@@ -438,7 +438,7 @@ def test_accuracy_is_kept_where_gradients_and_weights_travel_in_8_bits(curve):
             print(f"seed {seed}, {settings}: {found}")
     means = {settings: total / 2 for settings, total in sums.items()}
     print("mean accuracy:", ", ".join(f"{settings}: {mean:.4f}" for settings, mean in means.items()))
-    assert all(abs(means[settings] - means[exact]) <= 0.005 for settings in quantised)
+    assert all(abs(means[settings] - means[exact]) <= 0.005 for settings in quantized)
 
 
 def text_loss(folder: Path, *flags: object) -> float:

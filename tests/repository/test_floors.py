@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
+from pathlib import Path
 
 import count_house
 import torch.distributed as dist
@@ -188,6 +190,28 @@ def grown(counts: dict[str, int]) -> list[str]:
 
 def test_interfaces_settings_and_private_names_have_not_grown():
     assert not grown(count_house.count_files())
+
+
+STEMS = "initial minim normal optim organ penal quant recogn serial summar synchron util"
+BRITISH = re.compile(
+    rf"(?:{STEMS.replace(' ', '|')})is(?:e|es|ed|er|ing|ation)|(?:behavi|col|fav|neighb)our|labelled|modelling",
+    re.IGNORECASE,
+)
+
+
+def test_texts_and_names_have_american_spelling():
+    root = PACKAGE.parent
+    folders = [root / name for name in ("hf_zero", "scripts", "tests", "docs", "configs", ".github")]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".md", ".yaml", ".yml", ".sh")
+    ]
+    texts = {path: path.read_text() for path in [*files, *root.glob("*.md")] if path != Path(__file__)}
+    assert len(texts) > 500
+    found = {str(path): words for path, text in texts.items() if (words := BRITISH.findall(text + path.name))}
+    assert not found
 
 
 def test_a_row_that_grows_beyond_its_last_count_is_named():

@@ -50,7 +50,7 @@ OVERRIDING = ("ZeroTrainerMixin", "ZeroAcceleratorMixin", "ZeroPlugin", "_OverSh
 # Functions that are given an attribute's name.
 TAKE_NAMES = ("getattr", "hasattr", "setattr", "attrgetter", "replaced")
 
-# What a name is used for that makes it another package's, however it is spelt.
+# What a name is used for that makes it another package's, however it is spelled.
 OF_OTHERS = ("import", "replaced()")
 
 

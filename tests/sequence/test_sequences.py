@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_one_ranks():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ten_steps_of_each_family_are_one_ranks(kind, size):
-    """Two ranks train in every way; four ranks train in two of the ways, which neighbouring families share out."""
+    """Two ranks train in every way; four ranks train in two of the ways, which neighboring families share out."""
     ways: list[tuple[str, str, dict[str, Any]]] = [
         ("plain", "sdpa", {"checkpoints": True}),
         ("padded", "eager", {"accumulation": 2}),

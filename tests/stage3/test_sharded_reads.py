@@ -170,7 +170,7 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
 
 
-class Penalised(nn.Module):
+class Penalized(nn.Module):
     """Reads parameters of layers that it is not in the forward of; some through a list that no module knows."""
 
     def __init__(self):
@@ -187,7 +187,7 @@ def training(run: Run) -> None:
         run.step()
 
 
-def penalising(run: Run) -> None:
+def penalizing(run: Run) -> None:
     for backward_inside in (False, True, False):
         loss = run.entry(**run.batch()).loss
         with hf_zero.gathered(run.model):
@@ -201,7 +201,7 @@ def penalising(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("make", "script"), [(Penalised, training), (gpt2, penalising)])
+@pytest.mark.parametrize(("make", "script"), [(Penalized, training), (gpt2, penalizing)])
 def test_a_penalty_on_parameters_in_the_forward_or_inside_gathered_trains_as_under_ddp(make, script):
     shared_ranks.run(same_as_ddp, script=script, variants=[SHARDED, FAR_AHEAD], make=make)
 

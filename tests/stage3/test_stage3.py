@@ -874,7 +874,7 @@ def test_other_orders_of_forward_and_backward_train_as_under_ddp(variants):
     shared_ranks.run(same_as_ddp, script=unusual_orders, variants=variants, make=gpt2)
 
 
-def penalised(run: Run) -> None:
+def penalized(run: Run) -> None:
     for _ in range(3):
         inputs = torch.randn(4, 16, generator=run.data, requires_grad=True)
         output = run.entry(inputs)
@@ -884,7 +884,7 @@ def penalised(run: Run) -> None:
 
 def test_a_gradient_penalty_trains_as_under_ddp():
     make = partial(network, 16, 1)
-    shared_ranks.run(same_as_ddp, script=penalised, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
+    shared_ranks.run(same_as_ddp, script=penalized, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
 
 
 class Recomputing(nn.Module):

@@ -55,7 +55,7 @@ def measured_again_if_disturbed(**arguments: Any) -> dict[str, Any]:
     """Measures up to three times, because other work on the machine may hold up the clock, which counts CPU time."""
     for _ in range(3):
         run = timeline.measure(**arguments)
-        found = timeline.summarise([run])
+        found = timeline.summarize([run])
         if found["planned_ms"] == pytest.approx(found["whole_ms"], rel=timeline.PLAN_ERROR):
             break
     return run
@@ -92,7 +92,7 @@ def test_a_timeline_has_all_copies_the_losses_of_the_device_and_the_planned_time
                 ({"optimizer": "nvme", "nvme_path": str(tmp_path)}, 0.01, 1, True),
             )
         ]
-    plain, offloaded, *others = map(timeline.summarise, ([run] for run in runs))
+    plain, offloaded, *others = map(timeline.summarize, ([run] for run in runs))
     assert all(run["losses"] == runs[0]["losses"] for run in runs if len(run["losses"]) == len(runs[0]["losses"]))
     for found in (plain, offloaded, *others):
         print(found["planned_ms"], found["whole_ms"], found["planned_ms"] / found["whole_ms"])

@@ -28,9 +28,9 @@ from hf_zero.arithmetic import stochastic, sums
 from hf_zero.kernels import adamw, adamw_in_blocks, flat_steps, lion, sgd, statistics
 from hf_zero.kernels import stochastic as stochastic_kernels
 from hf_zero.kernels.base import Kernel
-from hf_zero.wire import quantise
-from hf_zero.wire.block_kernels import LARGEST_CODE, quantise_kernel, sum_kernel
-from hf_zero.wire.quantise import BlockFormat
+from hf_zero.wire import quantize
+from hf_zero.wire.block_kernels import LARGEST_CODE, quantize_kernel, sum_kernel
+from hf_zero.wire.quantize import BlockFormat
 
 ARCHITECTURES = (80, 90)
 RANKS = (8, 128, 256)
@@ -182,7 +182,7 @@ CASES |= {
 
 def block_case(kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise) -> Case:
     """A kernel on blocks of 256."""
-    rows, warps = quantise._launch(BlockFormat())
+    rows, warps = quantize._launch(BlockFormat())
     return Case(
         kernel=kernel,
         types={"codes": "*u8", "scales": "*fp32", "numel": "i64", "blocks": "i64", **types},
@@ -193,14 +193,14 @@ def block_case(kernel: Kernel, types: Mapping[str, str], constants: Mapping[str,
     )
 
 
-QUANTISE_CONSTANTS = {"LARGEST": float(LARGEST_CODE), "SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
+QUANTIZE_CONSTANTS = {"LARGEST": float(LARGEST_CODE), "SMALLEST": quantize.SMALLEST_NORMAL, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_TYPES = {"ranks": "i32"}
 SUM_CONSTANTS = {"INTERPRETED": False}
-CASES["quantise int8"] = block_case(
-    quantise_kernel,
+CASES["quantize int8"] = block_case(
+    quantize_kernel,
     BF16_WITH_RESIDUAL,
-    QUANTISE_CONSTANTS,
+    QUANTIZE_CONSTANTS,
     Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
 )
 CASES["sum of int8"] = block_case(
@@ -269,7 +269,7 @@ def as_launched(ranks: int) -> Case:
     try:
         codes = torch.zeros(ranks, format.code_bytes(numel), dtype=torch.uint8)
         scales = torch.zeros(ranks, format.blocks(numel))
-        quantise.dequantise_sum_triton(codes, scales, torch.zeros(numel), format)
+        quantize.dequantize_sum_triton(codes, scales, torch.zeros(numel), format)
     finally:
         del sum_kernel.__dict__["jit"]
     names = sum_kernel.jit.arg_names

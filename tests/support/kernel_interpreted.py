@@ -19,14 +19,14 @@ from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, 
 from triton_interpreter import interpret
 
 from hf_zero.arithmetic import stochastic
-from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, DynamicCode, dequantize_dynamic, quantize_dynamic
 from hf_zero.kernels import statistics
 from hf_zero.kernels import stochastic as stochastic_kernels
 from hf_zero.kernels.adamw import AdamW
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.layout.blocks import blocks
-from hf_zero.wire import quantise
-from hf_zero.wire.quantise import BlockFormat
+from hf_zero.wire import quantize
+from hf_zero.wire.quantize import BlockFormat
 
 # At the last size, statistics have several parts. Other kernels have ten programs at 5,003 elements, and the interpreter takes a
 # millisecond per program.
@@ -187,13 +187,13 @@ def optimizers_carry_what_is_not_finite():
 
 def coded(values: torch.Tensor, code: DynamicCode) -> Coded:
     found = Coded(torch.empty(len(values), dtype=torch.uint8), torch.empty(blocks(len(values))))
-    quantise_dynamic(values, found.codes, found.scales, code)
+    quantize_dynamic(values, found.codes, found.scales, code)
     return found
 
 
 def decoded(moment: Coded, code: DynamicCode) -> torch.Tensor:
     values = torch.empty(len(moment.codes))
-    dequantise_dynamic(moment.codes, moment.scales, values, code)
+    dequantize_dynamic(moment.codes, moment.scales, values, code)
     return values
 
 
@@ -297,7 +297,7 @@ def with_strangers(flat: torch.Tensor) -> torch.Tensor:
 
 
 @check
-def quantising_is_the_references_bit_for_bit():
+def quantizing_is_the_references_bit_for_bit():
     for format in FORMATS:
         for place, numel in enumerate(sizes_for(format)):
             kept = normal(numel, 5) * 0.01
@@ -310,8 +310,8 @@ def quantising_is_the_references_bit_for_bit():
                 scales = guard.of(torch.zeros(format.blocks(numel)))
                 residual = None if carried is None else guard.of(carried)
                 expected = codes.clone(), scales.clone(), None if carried is None else carried.clone()
-                quantise.quantise_triton(values, codes, scales, format, residual)
-                quantise.quantise_reference(values, *expected[:2], format, expected[2])
+                quantize.quantize_triton(values, codes, scales, format, residual)
+                quantize.quantize_reference(values, *expected[:2], format, expected[2])
                 guard.check()
                 assert same_bits(codes, expected[0]), (format, numel, dtype)
                 assert same_bits(scales, expected[1]), (format, numel, dtype)
@@ -319,7 +319,7 @@ def quantising_is_the_references_bit_for_bit():
 
 
 @check
-def dequantised_sums_are_the_references_bit_for_bit():
+def dequantized_sums_are_the_references_bit_for_bit():
     for format in FORMATS:
         for place, numel in enumerate(sizes_for(format)):
             # The kernel reads four ranks at a time.
@@ -332,8 +332,8 @@ def dequantised_sums_are_the_references_bit_for_bit():
                     scales[0, 1] = math.inf
                 out = guard.of(torch.zeros(numel, dtype=dtype))
                 expected = torch.zeros(numel, dtype=dtype)
-                quantise.dequantise_sum_triton(codes, scales, out, format)
-                quantise.dequantise_sum_reference(codes, scales, expected, format)
+                quantize.dequantize_sum_triton(codes, scales, out, format)
+                quantize.dequantize_sum_reference(codes, scales, expected, format)
                 guard.check()
                 assert same_bits(out, expected), (format, numel, ranks, dtype)
 

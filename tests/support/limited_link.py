@@ -142,7 +142,7 @@ def limited_link(machine: Machine, clock: SimulatedClock) -> Iterator[TokenBucke
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(PointToPointTransport, "_start", start_late))
-        for name in ("quantise", "dequantise", "dequantise_sum"):
+        for name in ("quantize", "dequantize", "dequantize_sum"):
             encode = timed(getattr(block_collectives, name))
             stack.enter_context(mock.patch.object(block_collectives, name, encode))
         stack.enter_context(_KernelTimes(machine, clock))

@@ -139,7 +139,7 @@ bool defer(const at::Tensor& source, const at::Tensor& target, StreamKey stream)
 // What this thread's current stream of a device is asked from now on comes behind the hold.
 void hold_up_current_stream(c10::DeviceIndex device, const std::shared_ptr<Hold>& hold);
 
-// A hold that synchronising a device waits for, whoever else does.
+// A hold that synchronizing a device waits for, whoever else does.
 void note_hold(const std::shared_ptr<Hold>& hold);
 
 void define_communicator(pybind11::module& module);

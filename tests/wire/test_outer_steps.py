@@ -107,7 +107,7 @@ def beside_plain_groups(rank: int, world_size: int, size: int, outer: dict) -> l
     for stage in (0, 1, 2, 3) if size == 1 else (1, 2, 3):
         model, optimizer, engine = start(setting(stage, size="auto" if size == 1 else size, outer=outer))
         losses = go_on(model, optimizer, batches_of(rank, steps))
-        engine.synchronise()
+        engine.synchronize()
         loss_error = max(abs(a - b) / b for a, b in zip(losses, expected))
         with engine.gathered():
             pairs = zip(model.parameters(), plain.models[0].parameters())
@@ -145,7 +145,7 @@ def with_offload_and_without(
     def run(**more) -> tuple[list[float], list[torch.Tensor], ZeroEngine]:
         model, optimizer, engine = start(setting(stage, size=size, **more))
         losses = go_on(model, optimizer, batches_of(rank, 2 * SYNC_EVERY + 1))
-        engine.synchronise()
+        engine.synchronize()
         with engine.gathered():
             return losses, [parameter.detach().clone() for parameter in model.parameters()], engine
 
@@ -314,7 +314,7 @@ def test_a_run_goes_on_bit_for_bit(rank, world_size, tmp_path, stage, more):
     batches = batches_of(rank, 9)
     model, optimizer, engine = start(setting(stage, **more))
     go_on(model, optimizer, batches[:4])
-    engine.synchronise()
+    engine.synchronize()
     weights = {name: value.clone() for name, value in engine.whole_state_dict(wanted=True).items()}
     seal_state(engine, folder, write_state(engine, folder / "zero"))
     dist.barrier()
@@ -359,7 +359,7 @@ def test_groups_have_norms_and_buffers_of_their_own_until_they_meet(rank, world_
     values = torch.cat([t.detach().reshape(-1).float() for t in (*model.parameters(), *model.buffers())]).tolist()
     everyone = engine.transport.exchange(values)
     assert everyone[0] == everyone[1]
-    engine.synchronise()
+    engine.synchronize()
     assert not model.head.weight.any()
 
 

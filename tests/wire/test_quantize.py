@@ -1,4 +1,4 @@
-"""Quantised blocks: what their torch reference promises; test_kernels.py holds the Triton forms."""
+"""Quantized blocks: what their torch reference promises; test_kernels.py holds the Triton forms."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_interpreted import DTYPES, normal
 
 from hf_zero.wire.block_kernels import LARGEST_CODE
-from hf_zero.wire.quantise import BlockFormat, dequantise, dequantise_sum, quantise
+from hf_zero.wire.quantize import BlockFormat, dequantize, dequantize_sum, quantize
 
 EPSILON = torch.finfo(torch.float32).eps
 FORMATS = st.builds(BlockFormat, block_numel=st.sampled_from([32, 128, 256, 4096]))
@@ -21,8 +21,8 @@ def send(values: torch.Tensor, format: BlockFormat, residual: torch.Tensor | Non
     numel = values.numel()
     codes = torch.full((format.code_bytes(numel),), 255, dtype=torch.uint8)
     scales, out = torch.full((format.blocks(numel),), -1.0), torch.full((numel,), 77.0)
-    quantise(values, codes, scales, format, residual)
-    dequantise(codes, scales, out, format)
+    quantize(values, codes, scales, format, residual)
+    dequantize(codes, scales, out, format)
     return codes, scales, out
 
 
@@ -129,7 +129,7 @@ def test_sums_are_taken_in_rank_order(format, numel, ranks, dtype):
     for _, _, part in sent[1:]:
         expected = expected + part
     out = torch.full((numel,), 77.0, dtype=dtype)
-    dequantise_sum(torch.stack([s[0] for s in sent]), torch.stack([s[1] for s in sent]), out, format)
+    dequantize_sum(torch.stack([s[0] for s in sent]), torch.stack([s[1] for s in sent]), out, format)
     assert torch.equal(out, expected.to(dtype))
 
 
@@ -152,11 +152,11 @@ def test_a_block_that_is_not_finite_comes_out_as_nan_and_leaves_its_residual(str
     assert not torch.equal(residual[:256], before[:256])
     total = torch.zeros(700)
     finite_codes, finite_scales, _ = send(normal(700, 3), BlockFormat())
-    dequantise_sum(torch.stack([finite_codes, codes]), torch.stack([finite_scales, scales]), total, BlockFormat())
+    dequantize_sum(torch.stack([finite_codes, codes]), torch.stack([finite_scales, scales]), total, BlockFormat())
     assert bool(total[256:512].isnan().all())
 
 
-def test_long_tensors_are_quantised_as_their_parts():
+def test_long_tensors_are_quantized_as_their_parts():
     format = BlockFormat()
     values = normal(300_001, 7)
     codes, scales, out = send(values, format)
@@ -172,6 +172,6 @@ def test_formats_and_buffers_that_do_not_fit_are_refused():
         BlockFormat(block_numel=48)
     format = BlockFormat()
     with pytest.raises(ValueError, match="codes has 100 elements, and 256 are needed"):
-        quantise(torch.zeros(100), torch.zeros(100, dtype=torch.uint8), torch.zeros(1), format)
+        quantize(torch.zeros(100), torch.zeros(100, dtype=torch.uint8), torch.zeros(1), format)
     with pytest.raises(ValueError, match="scales has 2 elements, and 1 are needed"):
-        dequantise(torch.zeros(256, dtype=torch.uint8), torch.zeros(2), torch.zeros(100), format)
+        dequantize(torch.zeros(256, dtype=torch.uint8), torch.zeros(2), torch.zeros(100), format)

@@ -29,7 +29,7 @@ from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.state_io import ZERO_FOLDER
 from hf_zero.step.nonfinite import NonFiniteGradientError
 from hf_zero.wire.block_collectives import all_gather_blocks, reduce_scatter_blocks
-from hf_zero.wire.quantise import BlockFormat, round_to_blocks
+from hf_zero.wire.quantize import BlockFormat, round_to_blocks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -383,7 +383,7 @@ def test_error_and_residuals_are_reported():
         assert eight[1] == eight[2] == 2 * eight[3]
 
 
-def test_what_cannot_be_quantised_is_refused():
+def test_what_cannot_be_quantized_is_refused():
     with pytest.raises(ConfigError, match=r"`comm.gradients: int8` is of stages 1 to 3"):
         ZeroConfig.of({"stage": 0, "comm": {"gradients": "int8"}})
     with pytest.raises(ConfigError, match=r"`comm.weights: int8` is of stages 1 to 3"):
@@ -397,5 +397,5 @@ def test_what_cannot_be_quantised_is_refused():
     with pytest.raises(ConfigError, match=r"`comm.gradients: int8` with `comm.sync_every: 4`"):
         ZeroConfig.of("comm.gradients=int8,comm.sync_every=4")
     model = nn.Linear(4, 4).double()
-    with pytest.raises(ConfigError, match=r"quantise float32 and 16-bit parameters, and 'weight' is torch.float64"):
+    with pytest.raises(ConfigError, match=r"quantize float32 and 16-bit parameters, and 'weight' is torch.float64"):
         ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], "stage=2,comm.gradients=int8")
