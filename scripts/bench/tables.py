@@ -62,8 +62,8 @@ def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: s
     return f"{what or 'behind'}: {title}, {far}"
 
 
-def verdict(row: Record, rows: list[Record]) -> str:
-    """Each figure in which a peer is ahead of this row's engine, with the best peer; empty for rows of peers.
+def verdict(row: Record, rows: list[Record], figures: Iterable[str] = FIGURES) -> str:
+    """Each of these figures in which a peer is ahead of this row's engine, with the best peer; empty for rows of peers.
 
     An engine that rounds nothing is compared with peers that round nothing. One that rounds is compared with all peers.
     """
@@ -72,7 +72,8 @@ def verdict(row: Record, rows: list[Record]) -> str:
     rounds = not row.get("is_exact", True)
     peers = [each for each in rows if not each["is_ours"] and (rounds or each.get("is_exact", True))]
     found = []
-    for what, (figure, _) in FIGURES.items():
+    for what in figures:
+        figure = FIGURES[what][0]
         said = behind(figure(row), ((peer["title"], figure(peer)) for peer in peers), what)
         if said and what == "CPU":
             best = min(peers, key=lambda peer: peer["cpu_ratio"]["median"])
@@ -143,7 +144,8 @@ def steps(record: Record) -> dict[str, str]:
 
     title, (cpu, *_), *others = _ENGINE
     more = [("first step, CPU s", FIGURES["first step"][0], ".2f"), ("losses", losses)]
-    ahead = (BEHIND, lambda row: verdict(row, rows))
+    # Of the figures in the columns before this one.
+    ahead = (BEHIND, lambda row: verdict(row, rows, ("CPU", "wire", "peak")))
     overview = [title, (cpu, spread), *others, *more, (BEHIND, lambda row: verdict(row, rows) or "peer")]
     best = [("figure", "figure"), ("hf_zero's best", "own"), ("the peers' best", "best"), ("", "said")]
     tables = {
