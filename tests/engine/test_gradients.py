@@ -313,6 +313,7 @@ READS = {
 }
 
 
+@pytest.mark.short_cells("2", "3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_shared_ranks
 def test_an_edit_of_a_sharded_gradient_is_made_or_raises(rank, world_size, stage):

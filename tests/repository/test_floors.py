@@ -192,7 +192,7 @@ def test_interfaces_settings_and_private_names_have_not_grown():
     assert not grown(count_house.count_files())
 
 
-STEMS = "initial minim normal optim organ penal quant recogn serial summar synchron util"
+STEMS = "initial minim normal optim organ parametr penal quant recogn serial summar synchron util"
 BRITISH = re.compile(
     rf"(?:{STEMS.replace(' ', '|')})is(?:e|es|ed|er|ing|ation)|(?:behavi|col|fav|neighb)our|labelled|modelling",
     re.IGNORECASE,

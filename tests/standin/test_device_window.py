@@ -105,6 +105,7 @@ def weights(model: nn.Module, engine: ZeroEngine) -> list[torch.Tensor]:
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks(time_limit_s=300)
 def test_every_optimizer_has_the_bits_of_state_on_the_device(rank, world_size, library, tmp_path):
