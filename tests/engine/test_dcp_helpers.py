@@ -1,6 +1,7 @@
 """torch's DCP helpers on an engine: names and values are those of DDP, and each loads the states of the other."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -149,3 +150,27 @@ def test_states_without_frozen_parameters_are_those_of_ddp_and_load(rank, world_
         assert mine[0] == losses and are_equal(list(mine[1]), list(states)), settings
         loaded = trained_around_frozen(rank, settings, options, states)
         assert loaded[0] == further[0] and are_equal(list(loaded[1]), list(further[1])), settings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@on_shared_ranks
+def test_states_are_those_of_ddp_with_all_options_that_torch_accepts(rank, world_size):
+    names = (
+        "full_state_dict",
+        "cpu_offload",
+        "flatten_optimizer_state_dict",
+        "ignore_frozen_params",
+        "broadcast_from_rank0",
+    )
+    count = 0
+    for values in itertools.product([False, True], repeat=len(names)):
+        options = StateDictOptions(**dict(zip(names, values)))
+        if options.broadcast_from_rank0 and not options.full_state_dict:
+            continue
+        losses, states = trained_around_frozen(rank, None, options)
+        for settings in ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "unit_bytes": 0}):
+            mine = trained_around_frozen(rank, settings, options)
+            assert mine[0] == losses and are_equal(list(mine[1]), list(states)), (options, settings)
+        count += 1
+    assert count == 24
