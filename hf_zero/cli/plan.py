@@ -93,11 +93,7 @@ def plan(
         if as_json:
             say_json(found.to_dict())
         else:
-            for line in extra("planner", "header")(found, verbose=verbose):
-                say(line)
-            console.print(extra("planner", "table_of")(found, console, verbose=verbose))
-            for line in found.choice.why:
-                say(line)
+            _say(found, verbose=verbose)
         # Draw the picture last: the plan is then printed even without matplotlib.
         if png is not None:
             extra("planner", "draw")(found, png)
@@ -106,3 +102,12 @@ def plan(
     if not as_json:
         for path in (each for each in (write, png) if each is not None):
             say(str(path))
+
+
+def _say(found: Any, *, verbose: bool) -> None:
+    """Prints a plan as a table with its reasons."""
+    for line in extra("planner", "header")(found, verbose=verbose):
+        say(line)
+    console.print(extra("planner", "table_of")(found, console, verbose=verbose))
+    for line in found.choice.why:
+        say(line)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from .arrivals import CommunicationError, RankProcesses, in_words
 from .store import CALL_S, Keys, StoreSilentError, opened_store
 
-# [Note: a barrier through the store] gloo has a monitored barrier, but only its rank 0 has a time limit, and a timeout closes the
-# connections of the group. This barrier uses the store instead. The first rank publishes a new name, the call. Each other rank
-# increments a counter of this name. The first rank waits until the counter has the number of the other ranks, and checks the
-# processes of missing ranks meanwhile, because a store does not report dead ranks. At the end, the first rank publishes one word
-# for all ranks: an empty text or the reason to give up. The other ranks wait for this word and check only the first rank's
-# process. So the number of requests of a rank does not depend on the number of ranks.
+# [Note: a barrier through the store] In gloo's monitored barrier, only rank 0 has a time limit. A timeout also closes the
+# connections of the group. This barrier uses the store instead. The first rank publishes the name of a new call. Each other
+# rank increments a counter of this name. The first rank reads the counter until all other ranks are counted. In between, the
+# first rank checks the processes of missing ranks, because a store does not report dead ranks. At the end, the first rank
+# publishes one word for all ranks: an empty text or the reason to give up. The other ranks wait for this word and check only
+# the first rank's process. So the number of requests of a rank does not depend on the number of ranks.
 #
 # torchrun may restart ranks with the store of their predecessors, so an entry in the store alone does not prove an arrival. If a
 # call already has a word when a rank first sees it, the call is an earlier one, and the rank waits for a new call.

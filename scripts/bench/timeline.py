@@ -427,7 +427,7 @@ def measure(
     engine.close()
     return {
         "steps": [
-            # The spans that the step noted, of which some begin after the next step's first kernel.
+            # All spans queued by the step. Some begin after the next step's first kernel.
             _figures(of_device[device:next_device] + of_host[at_host:next_host], kernels_ms, *step)
             | {"script_ms": 1e3 * (next_busy - busy), "planned_ms": 1e3 * planned.step_s}
             for step, ((busy, device, at_host), (next_busy, next_device, next_host)) in zip(
