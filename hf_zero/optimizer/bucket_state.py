@@ -118,6 +118,41 @@ class MasterStorage:
         return None
 
 
+class MasterAway(MasterStorage):
+    """Stores a master outside of memory for steps, where a placeholder represents it between steps.
+
+    Args:
+        absent: the placeholder, a scalar.
+    """
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, absent: torch.Tensor):
+        super().__init__(bucket)
+        self._absent = absent
+
+    def move_in(self) -> None:
+        self._leave()
+
+    def fetch(self, regions: Regions) -> None:
+        self._bucket.fetch(self._fetched(regions))
+        # After the fetch and before the step, because the stepped master must include a script's edits of the parameter.
+        self._bucket.follow_edits()
+
+    def store(self) -> None:
+        # Write the parameters before the master is stored, from the values in memory.
+        self._bucket.write_back()
+        self._leave()
+
+    def _fetched(self, regions: Regions) -> torch.Tensor:
+        """Returns the values of the master for a step, (shard_numel,), on the device of the step."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Stores the values of the bucket's master, and represents it by the placeholder. Here, there is nothing to store."""
+        self._bucket.store(self._absent)
+
+
 class StateStorage:
     """Stores a bucket's optimizer state between steps. In this class, it stays in `optimizer.state`, as the optimizer made it.
 

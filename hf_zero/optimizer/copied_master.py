@@ -7,36 +7,24 @@ import torch
 
 from ..buckets.bucket import Bucket, Row
 from ..pinned_memory import passing_host_bytes
-from .bucket_state import MasterStorage, Placeholders, Regions
+from .bucket_state import MasterAway, Placeholders, Regions
 
 
-class CopiedMaster(MasterStorage):
+class CopiedMaster(MasterAway):
     """Copies a bucket's parameters to host memory for a step there, and back afterwards.
 
     A file with the master would hold the same values as the parameters, and each step would read and write 4 more bytes per
     parameter.
     """
 
-    is_away = True
-
     def __init__(self, bucket: Bucket, placeholders: Placeholders):
-        super().__init__(bucket)
-        self._absent = placeholders.of((), bucket.precision.master)
+        super().__init__(bucket, placeholders.of((), bucket.precision.master))
 
-    def move_in(self) -> None:
-        self._bucket.store(self._absent)
-
-    def fetch(self, regions: Regions) -> None:
+    def _fetched(self, regions: Regions) -> torch.Tensor:
         own = self._bucket.own
         # Memory of torch's allocator, because the copy back to the device may still run when the next bucket asks for memory.
         memory = passing_host_bytes(own.nbytes, self._bucket.device)
-        self._bucket.fetch(memory.view(own.dtype).copy_(own))
-        # The copy has a script's edits of the parameters. Only their versions remain to be noted.
-        self._bucket.follow_edits()
-
-    def store(self) -> None:
-        self._bucket.write_back()
-        self._bucket.store(self._absent)
+        return memory.view(own.dtype).copy_(own)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -48,7 +36,7 @@ class CopiedMaster(MasterStorage):
         finally:
             if self._bucket.master._version != before:
                 self._bucket.write_back()
-            self._bucket.store(self._absent)
+            self._leave()
 
     @torch.no_grad()
     def put(self, row: Row, values: torch.Tensor) -> None:

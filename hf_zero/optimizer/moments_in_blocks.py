@@ -9,6 +9,7 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import SIGNED, UNSIGNED, DynamicCode, PackedPart, PackedState
 from ..config import ConfigError
 from ..layout.blocks import is_in_blocks
+from ..layout.intervals import Interval
 from .bucket_state import Placeholders, Regions, States, StateStorage, is_elementwise
 from .trial_step import state_kinds
 
@@ -122,25 +123,22 @@ def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> di
     name, kinds = type(optimizer).__name__, state_kinds(optimizer, settings, torch.float32)
     if kinds is None:
         raise ConfigError(
-            f"hf_zero config: `moments: 8bit`, and a trial step does not show what state {name} keeps. Leave `moments` at 32bit, "
-            "or use one of torch's optimizers (without `capturable`)."
+            f"hf_zero config: `moments: 8bit`, but a trial step cannot determine the state of {name}. Leave `moments` at "
+            "32bit, or use one of torch's optimizers (without `capturable`)."
         )
     strange = [kind for kind, dtype in kinds if kind not in CODES or dtype != torch.float32]
     if strange:
         raise ConfigError(
-            f"hf_zero config: `moments: 8bit`, and {name} keeps {strange[0]!r} here; allowed: {', '.join(CODES)}, in float32. "
-            "Leave `moments` at 32bit, or use AdamW, Adam, NAdam, RAdam, Adamax, SGD, Lion, RMSprop, Adagrad or Adadelta."
+            f"hf_zero config: `moments: 8bit`, but {name} keeps {strange[0]!r}; allowed: {', '.join(CODES)}, in float32. Leave "
+            "`moments` at 32bit, or use AdamW, Adam, NAdam, RAdam, Adamax, SGD, Lion, RMSprop, Adagrad or Adadelta."
         )
     return {kind: CODES[kind] for kind, _ in kinds}
 
 
-class StateInBlocks(StateStorage):
-    """A bucket's moments in blocks, converted to float32 during a step of the bucket.
+class MomentStorage(StateStorage):
+    """Stores a bucket's moments in blocks, which are converted to float32 during a step of the bucket.
 
     Moments of small parameters stay in the optimizer's state.
-
-    Attributes:
-        packed: by name; empty before the first step.
     """
 
     is_away = True
@@ -148,8 +146,50 @@ class StateInBlocks(StateStorage):
     def __init__(self, moments: PackedMoments):
         self._moments = moments
         self._lent: dict[str, torch.Tensor] = {}
-        self.packed: dict[str, PackedState] = {}
         self.lent_bytes = moments.float_bytes
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._moments.is_placeholder(value):
+            return value
+        return self._part(row, name).detach().view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._part(row, kind) if self._moments.is_placeholder(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name, value in self._moments.packable(row, kept):
+            if not self._moments.is_placeholder(value):
+                self._pack_part(name, row.layout.in_shard, value.reshape(-1).float())
+                kept[name] = self._moments.placeholder(row)
+        return kept
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        return self._packed_bytes() + sum(t.nbytes for t in tensors if not self._moments.is_placeholder(t))
+
+    def _part(self, row: Row, name: str) -> PackedPart:
+        """Returns a row's moment in its live blocks."""
+        raise NotImplementedError
+
+    def _pack_part(self, name: str, interval: Interval, values: torch.Tensor) -> None:
+        """Stores float32 values of an interval of the shard, which begins with a block."""
+        raise NotImplementedError
+
+    def _packed_bytes(self) -> int:
+        """Returns the bytes of all blocks."""
+        raise NotImplementedError
+
+
+class StateInBlocks(MomentStorage):
+    """Stores a bucket's moments in blocks in memory.
+
+    Attributes:
+        packed: by name; empty before the first step.
+    """
+
+    def __init__(self, moments: PackedMoments):
+        super().__init__(moments)
+        self.packed: dict[str, PackedState] = {}
 
     def blocks(self) -> dict[str, PackedState]:
         """Returns the moments by name; zeros at first."""
@@ -163,22 +203,6 @@ class StateInBlocks(StateStorage):
     def store(self, states: States, regions: Regions) -> None:
         self._moments.pack(states, self._lent, self.blocks())
         self._lent = {}
-
-    def values(self, row: Row, name: str, value: Any) -> Any:
-        if not self._moments.is_placeholder(value):
-            return value
-        return self.packed[name].part(row.layout.in_shard).view(row.tensor.shape)
-
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        return PackedPart(self.packed[kind], row.layout.in_shard) if self._moments.is_placeholder(tensor) else tensor
-
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        kept = dict(state)
-        for name, value in self._moments.packable(row, kept):
-            if not self._moments.is_placeholder(value):
-                self.blocks()[name].pack_part(row.layout.in_shard, value.reshape(-1).float())
-                kept[name] = self._moments.placeholder(row)
-        return kept
 
     def make_ready(self, name: str, states: States) -> set[Row]:
         """Puts the rows' moments into blocks, with zeros for missing ones; returns the rows without previous moments."""
@@ -196,9 +220,14 @@ class StateInBlocks(StateStorage):
             new.add(row)
         return new
 
-    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        packed = sum(state.nbytes for state in self.packed.values())
-        return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
-
     def close(self, states: States) -> None:
         self.packed = {}
+
+    def _part(self, row: Row, name: str) -> PackedPart:
+        return PackedPart(self.packed[name], row.layout.in_shard)
+
+    def _pack_part(self, name: str, interval: Interval, values: torch.Tensor) -> None:
+        self.blocks()[name].pack_part(interval, values)
+
+    def _packed_bytes(self) -> int:
+        return sum(state.nbytes for state in self.packed.values())

@@ -8,10 +8,7 @@ import torch
 
 from ..arithmetic.stochastic import REGION_NUMEL, counters_for, round_stochastically
 from ..buckets.bucket import Bucket, Row
-from .bucket_state import (
-    MasterStorage,
-    Regions,
-)
+from .bucket_state import MasterAway, Regions
 
 STEP = "rounding_step"
 """Number of roundings of a parameter, stored next to the optimizer's own state."""
@@ -20,7 +17,7 @@ STEP = "rounding_step"
 _KEY_BITS = 63
 
 
-class RoundedMaster(MasterStorage):
+class RoundedMaster(MasterAway):
     """Makes a float32 master of a bucket's parameters for a step, and rounds the master into the parameters afterwards.
 
     [Note: whose random bits]
@@ -34,17 +31,12 @@ class RoundedMaster(MasterStorage):
         optimizer: steps the bucket; None without one.
     """
 
-    is_away = True
-
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None):
-        super().__init__(bucket)
+        super().__init__(bucket, torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device))
         self._optimizer = optimizer
-        self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
-
-    def move_in(self) -> None:
-        self._bucket.store(self._absent)
 
     def fetch(self, regions: Regions) -> None:
+        # The parameters have a script's edits already.
         master = self._bucket.tier.scratch(self._bucket.layout.shard_numel, self._bucket.precision.master)
         self._bucket.fetch(master.copy_(self._bucket.own))
 
@@ -58,7 +50,7 @@ class RoundedMaster(MasterStorage):
                 round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
                 # Increase the count after rounding, because the old count selects the bits, also in a resumed run.
                 state[STEP] = state.get(STEP, 0) + 1
-        self._bucket.store(self._absent)
+        self._leave()
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -67,7 +59,7 @@ class RoundedMaster(MasterStorage):
         try:
             yield
         finally:
-            self._bucket.store(self._absent)
+            self._leave()
 
     def put(self, row: Row, values: torch.Tensor) -> None:
         # A saved master of an earlier run is not needed, because its rounded values were loaded as the parameters.

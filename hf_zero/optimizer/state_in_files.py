@@ -13,29 +13,19 @@ from ..layout.blocks import BLOCK_NUMEL, blocks
 from ..layout.intervals import Interval
 from ..offload.files import Kind, StoredShard
 from ..offload.shards import Region
-from .bucket_state import (
-    MasterStorage,
-    Placeholders,
-    Regions,
-    States,
-    StateStorage,
-    is_elementwise,
-)
-from .moments_in_blocks import PackedMoments
+from .bucket_state import MasterAway, Placeholders, Regions, States, StateStorage, is_elementwise
+from .moments_in_blocks import MomentStorage, PackedMoments
 
 _HOST = torch.device("cpu")
 
 
-class MasterInFile(MasterStorage):
+class MasterInFile(MasterAway):
     """Stores the master in a region of the bucket's file."""
 
-    is_away = True
-
     def __init__(self, bucket: Bucket, shard: StoredShard, placeholders: Placeholders):
-        super().__init__(bucket)
         self._shard = shard
         self._device = bucket.master.device
-        self._absent = placeholders.of((), bucket.precision.master, self._device)
+        super().__init__(bucket, placeholders.of((), bucket.precision.master, self._device))
 
     @property
     def region(self) -> Region | None:
@@ -43,17 +33,10 @@ class MasterInFile(MasterStorage):
 
     def move_in(self) -> None:
         self._shard.write_part(MASTER, Interval(0, self._bucket.layout.shard_numel), self._bucket.master)
-        self._bucket.store(self._absent)
+        self._leave()
 
-    def fetch(self, regions: Regions) -> None:
-        self._bucket.fetch(regions[MASTER])
-        # After the fetch and before the step, because the stepped master must include a script's edits of the parameter.
-        self._bucket.follow_edits()
-
-    def store(self) -> None:
-        # Write the parameters before the master is stored, from the values in memory.
-        self._bucket.write_back()
-        self._bucket.store(self._absent)
+    def _fetched(self, regions: Regions) -> torch.Tensor:
+        return regions[MASTER]
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -65,7 +48,7 @@ class MasterInFile(MasterStorage):
         try:
             yield
         finally:
-            self._bucket.store(self._absent)
+            self._leave()
             # With the caller's writes.
             stored.copy_(master)
             self._shard.write_region(MASTER, buffer)
@@ -138,18 +121,14 @@ class StateInFile(StateStorage):
                 state[name] = instead(view)
 
 
-class MomentsInFile(StateStorage):
-    """Stores moments in the file in 8-bit blocks; moments of small parameters stay in `optimizer.state`."""
-
-    is_away = True
+class MomentsInFile(MomentStorage):
+    """Stores a bucket's moments in blocks in its file."""
 
     def __init__(self, bucket: Bucket, shard: StoredShard, moments: PackedMoments):
+        super().__init__(moments)
         self._bucket = bucket
         self._shard = shard
-        self._moments = moments
         self._everything = Interval(0, bucket.layout.shard_numel)
-        self._lent: dict[str, torch.Tensor] = {}
-        self.lent_bytes = moments.float_bytes
         for name in moments.codes:
             # The padding after a parameter shares the scale of its last block, and stays zero.
             self._pack_part(name, self._everything, torch.zeros(self._everything.numel))
@@ -160,26 +139,6 @@ class MomentsInFile(StateStorage):
     def store(self, states: States, regions: Regions) -> None:
         self._moments.pack(states, self._lent, self._blocks_in(regions))
         self._lent = {}
-
-    def values(self, row: Row, name: str, value: Any) -> Any:
-        if not self._moments.is_placeholder(value):
-            return value
-        return self._part(row, name).detach().view(row.tensor.shape)
-
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        return self._part(row, kind) if self._moments.is_placeholder(tensor) else tensor
-
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        kept = dict(state)
-        for name, value in self._moments.packable(row, kept):
-            if not self._moments.is_placeholder(value):
-                self._pack_part(name, row.layout.in_shard, value.reshape(-1).float())
-                kept[name] = self._moments.placeholder(row)
-        return kept
-
-    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
-        return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
     def close(self, states: States) -> None:
         _to_rows(states)
@@ -193,6 +152,9 @@ class MomentsInFile(StateStorage):
         packed.pack(values.to(packed.codes.device))
         for (region, cut), part in zip(_regions_of(name, interval), (packed.codes, packed.scales), strict=True):
             self._shard.write_part(region, cut, part)
+
+    def _packed_bytes(self) -> int:
+        return sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
 
     def _blocks_in(self, regions: Regions) -> dict[str, PackedState]:
         found = {}

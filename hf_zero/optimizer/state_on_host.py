@@ -14,7 +14,7 @@ from ..hooks.guards import LOOKS, Guard, Guarded, look_only
 from ..hooks.tensors import leaves
 from ..hooks.weak import WeakMethod
 from ..offload.device_window import DeviceWindow, HostBytes
-from .bucket_state import MasterStorage, Placeholders, Regions, States, StateStorage
+from .bucket_state import MasterAway, Placeholders, Regions, States, StateStorage
 from .nested_state import with_each
 
 _HOST = torch.device("cpu")
@@ -267,15 +267,12 @@ def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class MasterOnHost(MasterStorage):
+class MasterOnHost(MasterAway):
     """Keeps a bucket's separate master in pinned host memory, and copies it to the device for a step."""
 
-    is_away = True
-
     def __init__(self, bucket: Bucket, window: DeviceWindow, placeholders: Placeholders):
-        super().__init__(bucket)
+        super().__init__(bucket, placeholders.of((), bucket.precision.master, bucket.device))
         self._bytes = HostBytes(window, bucket.layout.index)
-        self._absent = placeholders.of((), bucket.precision.master, bucket.device)
 
     def move_in(self) -> None:
         flat = self._bytes.new_flat(self._bucket.master.nbytes)
@@ -287,18 +284,12 @@ class MasterOnHost(MasterStorage):
     def start_fetch(self) -> None:
         self._bytes.start_fetch()
 
-    def fetch(self, regions: Regions) -> None:
-        self._bucket.fetch(self._bytes.fetched().view(self._bucket.precision.master))
-        # Before the step, because the stepped master must include a script's edits of the parameter.
-        self._bucket.follow_edits()
-
-    def store(self) -> None:
-        self._bucket.write_back()
-        self._leave()
+    def _fetched(self, regions: Regions) -> torch.Tensor:
+        return self._bytes.fetched().view(self._bucket.precision.master)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
-        self._bucket.fetch(self._bytes.fetched().view(self._bucket.precision.master))
+        self._bucket.fetch(self._fetched({}))
         try:
             yield
         finally:
@@ -321,4 +312,4 @@ class MasterOnHost(MasterStorage):
 
     def _leave(self) -> None:
         self._bytes.start_store(self._bucket.master.view(torch.uint8))
-        self._bucket.store(self._absent)
+        super()._leave()

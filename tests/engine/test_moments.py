@@ -435,7 +435,7 @@ def test_optimizers_without_a_kernel_for_blocks_are_named():
     model = gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2, "kernels": "always"})
-    assert engine.memory_report().kernels.hindrances == ("no kernel does what SGD does on moments in 8 bits",)
+    assert engine.memory_report().kernels.hindrances == ("no kernel implements SGD with moments in 8 bits",)
     first, *_, last = steps(model, optimizer, [0] * 4)
     assert last < first
 
@@ -504,10 +504,10 @@ class Capturing(torch.optim.AdamW):
 
 
 REFUSED = {
-    "ASGD": (lambda p: torch.optim.ASGD(p), r"ASGD keeps 'ax' here; allowed: exp_avg, momentum_buffer"),
-    "Rprop": (lambda p: torch.optim.Rprop(p), r"Rprop keeps 'prev' here"),
-    "RMSprop": (lambda p: torch.optim.RMSprop(p, centered=True), r"RMSprop keeps 'grad_avg' here"),
-    "untried": (lambda p: Capturing(p), r"does not show what state Capturing keeps"),
+    "ASGD": (lambda p: torch.optim.ASGD(p), r"ASGD keeps 'ax'; allowed: exp_avg, momentum_buffer"),
+    "Rprop": (lambda p: torch.optim.Rprop(p), r"Rprop keeps 'prev'"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, centered=True), r"RMSprop keeps 'grad_avg'"),
+    "untried": (lambda p: Capturing(p), r"cannot determine the state of Capturing"),
 }
 
 
@@ -521,7 +521,7 @@ def test_optimizers_with_other_state_are_refused(name):
 
 def test_float64_is_refused():
     model = gpt().double()
-    with pytest.raises(ConfigError, match=r"`moments: 8bit` is for moments in float32.*torch\.float64"):
+    with pytest.raises(ConfigError, match=r"`moments: 8bit` needs moments in float32.*torch\.float64"):
         ZeroEngine(model, [torch.optim.AdamW(model.parameters())], IN_8_BITS)
 
 
