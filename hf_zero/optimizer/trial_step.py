@@ -1,7 +1,7 @@
 """Finds the state of an optimizer before its first step, by a trial step of a double on a small matrix."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -78,19 +78,45 @@ def try_step(
     """
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    group = settings_of(settings) | {"params": [parameter]}
-    # Drop the names of the optimizer's own parameters, which this group does not contain.
-    group.pop("param_names", None)
-    trial = double_of(optimizer, group, {})
     try:
-        with torch.random.fork_rng(devices=[]):
-            enter_training(trial)
-            with without_collectives():
-                own_step(trial)
+        trial = _step_double(optimizer, settings, parameter)
     except Exception:
         # The class cannot step without its constructor, so this trial shows nothing. The caller decides how to proceed.
         return _try_new(optimizer, settings_of(settings), dtype)
     return _trial_of(trial, parameter)
+
+
+def _step_double(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: nn.Parameter
+) -> torch.optim.Optimizer:
+    """Steps a double of the optimizer, whose only group has these settings and this parameter, and returns the double."""
+    group = settings_of(settings) | {"params": [parameter]}
+    # Drop the names of the optimizer's own parameters, which this group does not contain.
+    group.pop("param_names", None)
+    double = double_of(optimizer, group, {})
+    with torch.random.fork_rng(devices=[]):
+        enter_training(double)
+        with without_collectives():
+            own_step(double)
+    return double
+
+
+def product_flops(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Counts the floating-point operations of the matrix products in a step of one parameter (Muon's orthogonalization).
+
+    The trial step is on the meta device, so it needs no memory. Returns 0 if the optimizer cannot step there.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameter = nn.Parameter(torch.empty(tuple(shape), device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            _step_double(optimizer, _for_host(settings), parameter)
+    except Exception:
+        # A step that reads values, such as a norm, is impossible without memory.
+        return 0
+    return counter.get_total_flops()
 
 
 def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Trial:
@@ -179,11 +205,15 @@ def unsaved_state(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
     """Tries an optimizer for an accelerator on the host."""
-    settings = {
+    return try_step(optimizer, _for_host(settings), dtype)
+
+
+def _for_host(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the settings of a group for a step on the host."""
+    return {
         name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         for name, value in settings_of(settings).items()
     } | {name: False for name in _OF_THE_DEVICE if name in settings}
-    return try_step(optimizer, settings, dtype)
 
 
 def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:

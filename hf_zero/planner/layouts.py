@@ -22,7 +22,7 @@ from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.device_window import WINDOW as ON_DEVICE
 from ..offload.walk import WINDOW
 from ..optimizer.scope import steps_on_device
-from ..optimizer.trial_step import state_itemsizes
+from ..optimizer.trial_step import product_flops, state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
 # ---- The engine's layout of a model's state for any number of ranks, without allocating memory ----
@@ -37,12 +37,14 @@ class PlannedBucket:
         cost: the bucket's bytes per element and its layout.
         passing_bytes: bytes of a gather in addition to the shard; 0 if the bucket is whole all the time.
         gathered_bytes: bytes of the whole bucket in the dtype of the gather.
+        step_flops: operations of matrix products in the optimizer's step of the whole bucket.
     """
 
     unit: str
     cost: BucketCost
     passing_bytes: int
     gathered_bytes: int
+    step_flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,7 @@ def _lay_out(
     )
     places = _Places(config, device, sum(p.numel() for p in owner), visits=visits)
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
+    shapes, flops_of = {name: p.shape for name, p in model.named_parameters()}, _StepFlops(optimizers)
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
     may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
@@ -192,6 +195,7 @@ def _lay_out(
                 place,
                 precision,
                 state_of[tried],
+                step_flops=sum(flops_of(key, shapes[slot.name]) for slot in layout.slots) if layout.intact else 0,
                 in_place=may_lie_in_place,
                 by_kernel=by_kernel,
                 in_blocks=config.quantizes_moments,
@@ -209,6 +213,7 @@ def _planned(
     precision: Precision,
     state: tuple[int, ...] | None,
     *,
+    step_flops: int,
     in_place: bool,
     by_kernel: bool,
     in_blocks: bool,
@@ -221,6 +226,7 @@ def _planned(
         place: the tiers of its state and parameters.
         precision: its dtypes.
         state: bytes per element of each kind of optimizer state.
+        step_flops: operations of matrix products in the optimizer's step.
         in_place: whether a shard with the dtype of the parameters may be a part of the gathered memory.
         by_kernel: whether a GPU kernel steps the bucket; it reads bfloat16 gradients as they were reduced.
         in_blocks: whether moments are stored in blocks.
@@ -233,6 +239,7 @@ def _planned(
     return PlannedBucket(
         unit=" ".join(part.modules),
         gathered_bytes=whole_bytes,
+        step_flops=step_flops,
         passing_bytes=whole_bytes - own_bytes if part.sharded else 0,
         cost=BucketCost(
             layout=layout,
@@ -270,6 +277,24 @@ def _state_of(
         return ()
     tried = optimizers[optimizer]
     return state_itemsizes(tried, tried.param_groups[group], dtype)
+
+
+class _StepFlops:
+    """Counts the operations of matrix products in the optimizers' steps, once for each shape of a parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self._optimizers = optimizers
+        self._found: dict[tuple[int, int, torch.Size], int] = {}
+
+    def __call__(self, key: BucketKey, shape: torch.Size) -> int:
+        """Returns the operations in the step of a parameter of this shape in a bucket with this key; 0 without an optimizer."""
+        if key.optimizer < 0:
+            return 0
+        asked = (key.optimizer, key.group, shape)
+        if asked not in self._found:
+            optimizer = self._optimizers[key.optimizer]
+            self._found[asked] = product_flops(optimizer, optimizer.param_groups[key.group], shape)
+        return self._found[asked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,20 +594,27 @@ def _calls(nbytes: int, in_blocks: bool) -> int:
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
     offload = layout.config.offload
     on_device = on_host = down = up = visits = passes = edge = 0
-    for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
+    device_flops = host_flops = 0.0
+    for bucket in layout.buckets:
+        cost = bucket.cost
+        if not cost.trained:
+            continue
         numel, state = cost.layout.shard_numel, cost.state_itemsizes or ()
         stepped = numel * (
             cost.gradient_bytes + 2 * (cost.master_bytes + sum(state)) + cost.param_bytes * cost.has_master
         )
         packed = numel * PACKING_BYTES * len(state) * cost.in_blocks
+        products = bucket.step_flops / cost.layout.shards
         if cost.apart:
             on_host += stepped + packed
+            host_flops += products
             down += numel * cost.gradient_bytes
             # Offloaded parameters are copied when they are gathered.
             up += numel * cost.param_bytes * (not offload.moves_params)
             edge = max(edge, numel * cost.gradient_bytes)
         else:
             on_device += stepped
+            device_flops += products
         if cost.visits and cost.state_in_files:
             passes += 2 * cost.file_bytes
         elif cost.visits:
@@ -596,7 +628,9 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         model_flops=3 * activations.forward_flops,
         micro_batches=micro_batches,
         step_bytes=on_device,
+        step_flops=device_flops,
         host_step_bytes=on_host,
+        host_step_flops=host_flops,
         down_bytes=down,
         up_bytes=up,
         edge_bytes=edge,

@@ -72,7 +72,7 @@ class PlanRequest:
             fitting = f"a multiple of tp_size ({self.tp_size}) that divides the {self.world_size} ranks"
             raise refuse("ep_size", self.ep_size, f"1, {fitting}")
         if self.sp_size > 1 and self.is_split:
-            raise refuse("sp_size", self.sp_size, "1, beside tp_size or ep_size")
+            raise refuse("sp_size", self.sp_size, "1 together with tp_size or ep_size")
         if self.world_size % self.sp_size:
             raise refuse("sp_size", self.sp_size, f"a number that divides the {self.world_size} ranks")
         for name in ("seq", "lora"):
@@ -120,6 +120,7 @@ class PlanRequest:
                 ranks_a_node=self.gpus,
                 peak_flops=self.peak_tflops * 1e12,
                 flops=self.peak_tflops * 1e12 * self.utilization,
+                step_flops=self.peak_tflops * 1e12 * self.utilization,
                 link_bytes_a_second=link,
             )
         if self.node_gbps is None:
@@ -147,6 +148,7 @@ def host_machine(*, nodes: int, ranks_a_node: int, link_bytes_a_second: float = 
         ranks_a_node=ranks_a_node,
         flops=40e9,
         peak_flops=80e9,
+        step_flops=40e9,
         call_s=2e-4,
         step_s=5e-5,
         step_between_s=1e-4,
@@ -155,5 +157,6 @@ def host_machine(*, nodes: int, ranks_a_node: int, link_bytes_a_second: float = 
         memory_bytes_a_second=6e9,
         host_bytes_a_second=6e9,
         host_step_bytes_a_second=6e9 * ranks_a_node,
+        host_step_flops=40e9 * ranks_a_node,
         disk_bytes_a_second=1e9,
     )

@@ -55,10 +55,14 @@ class Machine:
         step_s, step_between_s: time of a step of a collective's ring inside a node, and between two nodes.
         node_bytes_a_second: bandwidth of a ring inside a node.
         link_bytes_a_second: bandwidth of the links between nodes per rank; a ring uses the links of all ranks of a node.
+        step_flops: floating-point operations per second in the matrix products of an optimizer's step, which are in 16 bits
+            (Muon).
         memory_bytes_a_second: bandwidth of the accelerator's memory, which limits an optimizer step.
         host_bytes_a_second: bandwidth between an accelerator and host memory, in each direction.
         host_step_bytes_a_second: bandwidth of a host's memory in passes over state, shared by its ranks.
         rank_step_bytes_a_second: the most that the cores of one rank reach.
+        host_step_flops: floating-point operations per second in matrix products of 16 bits on a host, shared by its ranks. Set by
+            hand, for 32 cores with AVX-512.
         disk_bytes_a_second: bandwidth of a node's disk.
     """
 
@@ -71,10 +75,12 @@ class Machine:
     step_between_s: float = 9.6e-6
     node_bytes_a_second: float = 235 * _GB
     link_bytes_a_second: float = 25 * _GB
+    step_flops: float = 140e12
     memory_bytes_a_second: float = 1500 * _GB
     host_bytes_a_second: float = 20 * _GB
     host_step_bytes_a_second: float = 80 * _GB
     rank_step_bytes_a_second: float = 50 * _GB
+    host_step_flops: float = 1e12
     disk_bytes_a_second: float = 3 * _GB
 
     @classmethod
@@ -94,6 +100,7 @@ class Machine:
             ranks_a_node=ranks_a_node,
             peak_flops=peak,
             flops=_REACHED_FLOPS * peak,
+            step_flops=_REACHED_FLOPS * 1e12 * in_16_bit,
             memory_bytes_a_second=_REACHED_BANDWIDTH * gb_a_second * _GB,
         )
 
@@ -104,6 +111,10 @@ class Machine:
     def host_pass_s(self, nbytes: float) -> float:
         """Returns the time in which a rank reads and writes `nbytes` of host memory while the other ranks do the same."""
         return nbytes / min(self.rank_step_bytes_a_second, self.host_step_bytes_a_second / self.ranks_a_node)
+
+    def host_products_s(self, flops: float) -> float:
+        """Returns the time in which a rank computes matrix products on the host while the other ranks do the same."""
+        return flops / (self.host_step_flops / self.ranks_a_node)
 
     def latency_s(self, ranks: int, nodes: int) -> float:
         """Returns the latency of a collective over a ring of `ranks` on `nodes`."""
@@ -178,7 +189,8 @@ class Work:
         model_flops: per micro-batch without recomputation, for MFU.
         micro_batches: micro-batches per step.
         step_bytes: bytes read and written by the optimizer on the accelerator.
-        host_step_bytes: bytes read and written by the optimizer on the host.
+        step_flops: operations of matrix products in the optimizer's step on the accelerator.
+        host_step_bytes, host_step_flops: the same on the host.
         down_bytes: bytes of gradients copied to host memory, per reduction.
         up_bytes: bytes of stepped parameters copied to the accelerator.
         edge_bytes: the largest bucket's gradients, which are the last ones, or its parameters.
@@ -197,7 +209,9 @@ class Work:
     model_flops: float
     micro_batches: int = 1
     step_bytes: float = 0.0
+    step_flops: float = 0.0
     host_step_bytes: float = 0.0
+    host_step_flops: float = 0.0
     down_bytes: float = 0.0
     up_bytes: float = 0.0
     edge_bytes: float = 0.0
@@ -388,9 +402,10 @@ class _Simulation:
         """Returns the time from the last gradient to the next forward; see [Note: the simulated offload]."""
         work, machine = self._work, self._machine
         link, forward_s = machine.host_bytes_a_second, work.forward_flops / machine.flops
-        host_s = machine.host_pass_s(work.host_step_bytes)
+        host_s = machine.host_pass_s(work.host_step_bytes) + machine.host_products_s(work.host_step_flops)
         return (
             work.step_bytes / machine.memory_bytes_a_second
+            + work.step_flops / machine.step_flops
             + self._visit_s()
             + machine.host_pass_s(3 * work.down_bytes)
             + max(host_s, disk_s, work.passing_bytes / link)
@@ -476,7 +491,7 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
         PlanError: there is nothing to choose from.
     """
     if not candidates:
-        raise PlanError("hf_zero: no set-up goes with the settings that are kept.")
+        raise PlanError("hf_zero: no set-up fits the kept settings.")
     of_class: dict[str, list[Candidate]] = {FITS: [], CLOSE: [], TOO_LARGE: []}
     for each in candidates:
         of_class[room.fit_of(each.forecast)].append(each)
@@ -504,9 +519,9 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
 def _claim(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     """Returns why `chosen` is recommended; the claim holds for the numbers in the table."""
     if not fitting:
-        return "may run out of memory: nothing fits, and of the close set-ups it needs least"
+        return "may run out of memory: nothing fits, and this one needs the least memory of the close set-ups"
     if len(fitting) == 1:
-        return "is all that fits"
+        return "is the only one that fits"
     if chosen.step is None:
         return "fits and is simplest (step times are not known)"
     fastest = min(fitting, key=lambda each: each.step_s)
@@ -546,7 +561,7 @@ def _reasons(
                 f"{duration(other.step_s)} instead of {duration(chosen.step_s)}."
             )
     if chosen.forecast.unknown:
-        lines.append(f"Not counted, since not known beforehand: {', '.join(chosen.forecast.unknown)}.")
+        lines.append(f"Not counted, because unknown in advance: {', '.join(chosen.forecast.unknown)}.")
     return tuple(lines)
 
 
@@ -580,13 +595,16 @@ def advice_on_files(candidates: Sequence[Candidate], room: Room, machine: Machin
     spare_s = MOST_TIMES_SLOWER * in_memory.step_s - step.without_disk_s
     least = f"{rate * step.disk_s / spare_s:.3g} GB/s" if spare_s > 0 else "any rate"
     disk = (
-        f"{in_files.name} needs {duration(step.step_s)} for a step, {slower:.1f} times {in_memory.name}: a disk of {rate:g} GB/s "
-        f"is busy for {duration(step.disk_s)} of them, and one below {least} makes it more than {MOST_TIMES_SLOWER} times slower."
+        f"{in_files.name} needs {duration(step.step_s)} per step, {slower:.1f} times as long as {in_memory.name}: a disk of "
+        f"{rate:g} GB/s is busy for {duration(step.disk_s)} of that time, and a disk below {least} makes it more than "
+        f"{MOST_TIMES_SLOWER} times slower."
     )
     if room.host is None or in_memory.forecast.host_bytes > room.host:
         return [disk] if slower > MOST_TIMES_SLOWER else []
     most = int(numel * room.host / in_memory.forecast.host_bytes)
-    return [f"Files cannot pay off below {most:,} parameters, whose state fits in host memory. {disk}"]
+    return [
+        f"Files do not pay off below {most:,} parameters, because the state of smaller models fits in host memory. {disk}"
+    ]
 
 
 def _tiers(candidate: Candidate) -> tuple[str, str]:
@@ -603,12 +621,12 @@ def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:
     device = least.forecast.device
     largest = max(device, key=lambda kind: device[kind])
     remedies = {
-        "activations": "Use fewer rows a micro-batch and more of them, shorter ones, or activation checkpointing.",
-        "logits": "Use fewer rows a micro-batch and more of them, shorter ones, or a loss in chunks.",
+        "activations": "Use fewer rows per micro-batch and more micro-batches, shorter rows, or activation checkpointing.",
+        "logits": "Use fewer rows per micro-batch and more micro-batches, shorter rows, or a loss in chunks.",
         "parameters": "Use more ranks, state and parameters in host memory, or a smaller model.",
     }
     remedy = remedies.get(largest, "Use more ranks, more memory, or state in host memory or in files.")
     return (
-        f"Nothing fits. The least is {least.name}, which is {room.describe(least.forecast)}.",
-        f"Most of that are {largest}: {size(device[largest])}. {remedy}",
+        f"Nothing fits. The set-up with the least memory is {least.name}, which is {room.describe(least.forecast)}.",
+        f"Its largest part is {largest}: {size(device[largest])}. {remedy}",
     )

@@ -11,7 +11,8 @@ device would have done its work, and nothing sleeps:
 - The model's kernels last as long as a plain step lasted on an H100 (`PLAIN_MS`). A third is forward, two thirds are backward,
   distributed over the layers by what they compute. The model itself runs on one short sample.
 - A pass of the host over state lasts for the bytes that it reads and writes, by `--host-gbs`: a pass of AdamW, a norm and a
-  multiplication need less arithmetic than memory. A kernel's launch costs the host `LAUNCH_S`. Other CPU time counts `CPU_FACTOR`
+  multiplication need less arithmetic than memory. A matrix product lasts for its operations by `HOST_TFLOPS` if that is longer.
+  A kernel's launch costs the host `LAUNCH_S`. Other CPU time counts `CPU_FACTOR`
   of itself: on the H100's host, Python took less time than the kernels, and a machine with other work takes longer.
 - Each step is clipped to a norm that is below its own, as most steps of fine-tuning are.
 - From its forward to its backward, a layer has its part of the activations of a plain step on an H100.
@@ -64,6 +65,8 @@ HOST_GBS = 50.0
 """The rate of the host's memory at which BERT-base takes about as long as on an H100 (153 ms in results/gpu-float32.json)."""
 THREAD_GBS = 12.0
 """The rate of memory that one thread of a host gets."""
+HOST_TFLOPS = 1.0
+"""The rate of a host's matrix products in 16 bits, as in the planner: Muon's."""
 CPU_FACTOR = 0.25
 LAUNCH_S = 5e-6
 """Seconds that the host needs to start a kernel."""
@@ -360,6 +363,8 @@ def measure(
     optimizers = OPTIMIZERS[optimizer_name](model)
     link, memory = 1e9 * link_gbs / smaller, 1e9 * host_gbs / smaller
     script = min(memory, 1e9 * THREAD_GBS * script_threads / smaller) if script_threads else memory
+    # A product of matrices with half the rows and columns has an eighth of the operations.
+    products = 1e12 * HOST_TFLOPS / smaller**1.5
     cores = Cores(compiled, script, memory)
     cores.release()
     kept_bytes = activations * ACTIVATIONS_MIB[model_name] * 2**20 / smaller
@@ -368,10 +373,12 @@ def measure(
         ranks_a_node=1,
         # A third is forward. The optimizer's kernels are in `PLAIN_MS`.
         flops=3 / (1e-3 * PLAIN_MS[model_name]),
+        step_flops=float("inf"),
         memory_bytes_a_second=float("inf"),
         host_bytes_a_second=link,
         host_step_bytes_a_second=memory,
         rank_step_bytes_a_second=memory,
+        host_step_flops=products,
         disk_bytes_a_second=disk,
     )
     config = ZeroConfig.from_dict(settings)
@@ -400,7 +407,7 @@ def measure(
     marks: list[tuple[float, int, int]] = []
     losses = []
     with host.noting():
-        compiled.start_clock(link, link, memory, LAUNCH_S, CPU_FACTOR)
+        compiled.start_clock(link, link, memory, LAUNCH_S, CPU_FACTOR, products)
         # One more, which shows when the last one ends.
         for _ in range(WARMUP_STEPS + steps + 1):
             marks.append((compiled.busy(), compiled.noted(), len(host.spans)))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from planned_peaks import measure
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from training import LENGTH, bert, gpt2, llama
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
@@ -29,7 +31,7 @@ from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
 from hf_zero.planner.layouts import _work as work_of
 from hf_zero.planner.layouts import ddp_state as planned_ddp
 from hf_zero.planner.meta_models import checkpoint
-from hf_zero.planner.search import Machine
+from hf_zero.planner.search import Machine, Work, simulate
 from hf_zero.planner.trace import trace
 
 pytestmark = pytest.mark.timeout(200)
@@ -413,16 +415,55 @@ def test_the_planned_traffic_of_8_bit_moments_is_that_of_their_operators(code):
     assert (counted.nbytes - tables) / numel == pytest.approx(PACKING_BYTES, rel=0.01)
 
 
+def work_of_a_step(
+    config: ZeroConfig, optimizers_of: Any, ranks: int = 1, free_bytes: int | None = 0
+) -> tuple[Work, int]:
+    """Returns the planned work of GPT-2 on a GPU, and the elements of its shards."""
+    model = gpt2()
+    groups = ranks_without_a_group(ranks, ranks, config, "nccl")
+    layout = lay_out(model, optimizers_of(model), config, groups, torch.device("cuda"), free_bytes=free_bytes)
+    activations = Activations(curve=(), saved_bytes=0, flops=3, forward_flops=1, tokens=0, shape="")
+    numel = sum(cost.layout.shard_numel for cost in layout.costs)
+    return work_of(layout, Machine(ranks_a_node=1), activations, 1), numel
+
+
 def test_a_step_of_8_bit_moments_on_the_host_packs_them():
     def bytes_on_host(moments: str) -> float:
         config = ZeroConfig.from_dict({"stage": 2, "moments": moments, "offload": {"optimizer": "cpu"}})
-        model = gpt2()
-        groups = ranks_without_a_group(1, 1, config, "nccl")
-        layout = lay_out(
-            model, [torch.optim.AdamW(model.parameters())], config, groups, torch.device("cuda"), free_bytes=0
-        )
-        numel = sum(cost.layout.shard_numel for cost in layout.costs)
-        activations = Activations(curve=(), saved_bytes=0, flops=3, forward_flops=1, tokens=0, shape="")
-        return work_of(layout, Machine(ranks_a_node=1), activations, 1).host_step_bytes / numel
+        work, numel = work_of_a_step(config, lambda model: [torch.optim.AdamW(model.parameters())])
+        return work.host_step_bytes / numel
 
     assert bytes_on_host("8bit") - bytes_on_host("32bit") == 2 * PACKING_BYTES
+
+
+def muon_and_adamw(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+
+
+def test_the_matrix_products_of_a_step_are_planned_as_the_optimizer_computes_them():
+    model = gpt2()
+    optimizers = muon_and_adamw(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        for optimizer in optimizers:
+            optimizer.step()
+    flops = counter.get_total_flops()
+    assert flops > 0
+    on_host = ZeroConfig.from_dict({"stage": 2, "offload": {"optimizer": "cpu"}})
+    work, _ = work_of_a_step(on_host, muon_and_adamw)
+    assert (work.host_step_flops, work.step_flops) == (flops, 0)
+    work, _ = work_of_a_step(ZeroConfig(stage=2), muon_and_adamw, free_bytes=None)
+    assert (work.host_step_flops, work.step_flops) == (0, flops)
+    work, _ = work_of_a_step(ZeroConfig(stage=2), muon_and_adamw, ranks=2, free_bytes=None)
+    assert work.step_flops == flops / 2
+    work, _ = work_of_a_step(ZeroConfig(stage=2), lambda model: [torch.optim.AdamW(model.parameters())])
+    assert work.step_flops == work.host_step_flops == 0
+
+
+def test_matrix_products_on_the_host_take_their_time():
+    machine = Machine(ranks_a_node=2, host_step_flops=4e9)
+    work = Work(forward_flops=0, backward_flops=0, model_flops=0, host_step_flops=2e9)
+    assert simulate([], ZeroConfig(stage=2), machine, work, ranks=1, nodes=1).step_s == pytest.approx(1)

@@ -24,8 +24,9 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     there = torch.zeros(250_000, device=standin_device.NAME)
     down, up = torch.empty(250_000, pin_memory=True), torch.zeros(250_000, pin_memory=True)
     module = torch.get_device_module(standin_device.NAME)
+    factor = torch.ones(256, 256)
     own, side = module.current_stream(), module.Stream()
-    compiled.start_clock(1e6, 2e6, 1e6, 0, 1)
+    compiled.start_clock(1e6, 2e6, 1e6, 0, 1, 1e7)
     compiled.delay(0, 3.0, "a kernel")
     with module.stream(side):
         # This copy waits for no kernel.
@@ -41,6 +42,10 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     # 1 MB is read and written, at 1 MB/s.
     down.mul_(2)
     passed = compiled.busy() - busy
+    busy = compiled.busy()
+    # 0.5 MB, but 2 * 256**3 operations at 10 MFLOP/s.
+    factor @ factor
+    multiplied = compiled.busy() - busy
     spans = {kind: (begin, end) for kind, _, _, begin, end in compiled.end_clock()}
     assert asked < 1 and waited_until == pytest.approx(4, abs=0.5)
     assert spans["kernel"][1] == spans["down"][0]
@@ -48,6 +53,7 @@ def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
     assert lasts.pop("host waits") == pytest.approx(4 - asked, abs=0.5)
     assert lasts == pytest.approx({"kernel": 3.0, "up": 0.5, "down": 1.0})
     assert passed == pytest.approx(2, abs=0.5)
+    assert multiplied == pytest.approx(2 * 256**3 / 1e7, abs=0.7)
     assert event.query() and (down == 0).all()
 
 

@@ -2,7 +2,8 @@
 //
 // The engine runs as usual, and nothing sleeps. Each thread of the host has a clock, which is the thread's CPU time by a factor,
 // without the CPU time that the stand-in itself needs for its operators and copies. An operator that passes over large tensors of the host
-// counts the bytes that it reads and writes by the rate of the host's memory. Each stream has the time at which its last
+// counts the bytes that it reads and writes by the rate of the host's memory, or a matrix product its operations by the rate of
+// products if that is longer. Each stream has the time at which its last
 // entry ends. A copy between the host and the device occupies the link in its direction for its bytes by the link's rate. A kernel
 // lasts as long as `delay` was told, and its launch costs the host a fixed time. A host thread that waits for the device sets its clock to the end of the awaited work. As
 // streams run their entries in order, and wait for entries that are queued before, each end is known when the entry is queued.
@@ -17,6 +18,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 
@@ -39,6 +41,7 @@ std::map<StreamKey, double> ends;
 std::map<StreamKey, std::string> last_labels;
 std::vector<Span> spans;
 double rates[2] = {1, 1}, link_ends[2] = {0, 0}, host_rate = 1, launch_s = 0, cpu_factor = 1;
+double product_rate = std::numeric_limits<double>::infinity(); // operations per second
 thread_local std::string label;
 thread_local double own_rate = 0; // of this thread's passes; 0 for `host_rate`
 thread_local int excluding = 0;
@@ -85,8 +88,9 @@ void note(const char* kind, const std::string& what, double begin, double end) {
 
 // An operator over large tensors of the host.
 struct Pass final : at::ObserverContext {
-  explicit Pass(size_t nbytes) : nbytes(nbytes) {}
+  Pass(size_t nbytes, double flops) : nbytes(nbytes), flops(flops) {}
   size_t nbytes;
+  double flops;
   double since = cpu_time(own_clock().id);
 };
 
@@ -117,6 +121,20 @@ size_t bytes_of(const at::RecordFunction& function, const c10::OperatorHandle& o
   return is_elsewhere ? 0 : total;
 }
 
+// The floating-point operations of a matrix product; 0 for other operators.
+double flops_of(const at::RecordFunction& function, const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name != "aten::mm" && name != "aten::addmm" && name != "aten::bmm" && name != "aten::baddbmm") return 0;
+  // The factors are the last two tensors without a name of an output.
+  std::vector<at::Tensor> tensors;
+  auto value = function.inputs().begin();
+  for (const auto& each : op.schema().arguments()) {
+    if (value->isTensor() && !each.is_out()) tensors.push_back(value->toTensor());
+    ++value;
+  }
+  return 2.0 * double(tensors[tensors.size() - 2].numel()) * double(tensors.back().size(-1));
+}
+
 std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& function) {
   const auto name = function.operator_name();
   if (!timing || excluding || in_a_pass || !name) return nullptr;
@@ -125,7 +143,7 @@ std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& fu
   const auto nbytes = bytes_of(function, *op);
   if (nbytes < kLargeBytes) return nullptr;
   in_a_pass = true;
-  return std::make_unique<Pass>(nbytes);
+  return std::make_unique<Pass>(nbytes, flops_of(function, *op));
 }
 
 void end_operator(const at::RecordFunction&, at::ObserverContext* context) {
@@ -133,7 +151,9 @@ void end_operator(const at::RecordFunction&, at::ObserverContext* context) {
   in_a_pass = false;
   auto& clock = own_clock();
   auto& pass = *static_cast<Pass*>(context);
-  clock.busy_ahead += double(pass.nbytes) / (own_rate ? own_rate : host_rate) - cpu_factor * (cpu_time(clock.id) - pass.since);
+  const double rate = own_rate ? own_rate : host_rate;
+  const double seconds = std::max(double(pass.nbytes) / rate, pass.flops / (product_rate * rate / host_rate));
+  clock.busy_ahead += seconds - cpu_factor * (cpu_time(clock.id) - pass.since);
 }
 
 // The time at which an entry that is queued now begins.
@@ -203,8 +223,9 @@ bool is_reached(double end) { return !timing || now() >= end; }
 
 void define_clock(pybind11::module& module) {
   // Starts the clocks of all threads at 0. Rates are bytes per second: of the links and of the host's memory. `launch` is the
-  // seconds that the host needs to start a kernel, `cpu` the seconds for one second of CPU time.
-  module.def("start_clock", [](double down, double up, double host, double launch, double cpu) {
+  // seconds that the host needs to start a kernel, `cpu` the seconds for one second of CPU time, `products` the operations per
+  // second of the host's matrix products.
+  module.def("start_clock", [](double down, double up, double host, double launch, double cpu, double products) {
     Locked guard;
     launch_s = launch;
     cpu_factor = cpu;
@@ -212,6 +233,7 @@ void define_clock(pybind11::module& module) {
     rates[false] = up;
     link_ends[true] = link_ends[false] = 0;
     host_rate = host;
+    product_rate = products;
     ends.clear();
     spans.clear();
     for (auto& [thread, clock] : clocks) clock->ahead = -busy_of(*clock);
