@@ -15,11 +15,11 @@ try:
     import fcntl as _fcntl  # noqa: F401
 except ImportError:
     raise ImportError(
-        f"hf_zero runs on Linux, and this Python is of {sys.platform}. On Windows, install it in WSL 2."
+        f"hf_zero runs on Linux, and this is Python for {sys.platform}. On Windows, install it in WSL 2."
     ) from None
 if sys.platform == "darwin":
     raise ImportError(
-        "hf_zero runs on Linux, and this Python is of macOS, whose GPU (MPS) has no collectives in torch."
+        "hf_zero runs on Linux, and this is Python for macOS. torch has no collectives for its GPU (MPS)."
     )
 
 _HOME_OF = {
@@ -132,7 +132,7 @@ def _nccl_may_have_run() -> bool:
 
 
 # Two communicators at the same time hang if NCCL does not launch collectives in one order. NCCL reads this variable only when
-# the process creates its first communicator, so setting it in the engine would be too late.
+# the process creates its first communicator, so setting the variable in the engine would be too late.
 if not _nccl_may_have_run():
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 

@@ -123,7 +123,7 @@ def extra(folder: str, name: str) -> Any:
         installed = ", ".join(filter(is_installed, EXTRAS)) or "none"
         raise MissingExtraError(
             f"hf_zero: {EXTRAS[folder].switch} needs the extra `{folder}`, whose folder is missing. Installed extras: "
-            f"{installed}. Install hf-zero anew, or do without."
+            f"{installed}. Reinstall hf-zero, or do not use this extra."
         )
     # Only accept names in the table, so that the table stays complete.
     [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[folder].factories) if found == name]

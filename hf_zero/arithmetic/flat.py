@@ -24,16 +24,18 @@ def check_flat(
     """Raises `ValueError` unless `tensor` is flat, contiguous, on `device`, and has `numel` elements of one of `dtypes`."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
-            f"hf_zero: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and kernels take flat contiguous "
+            f"hf_zero: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, but kernels need flat contiguous "
             "tensors. Pass a contiguous `view(-1)`."
         )
     if tensor.numel() != numel:
-        raise ValueError(f"hf_zero: {name} has {tensor.numel()} elements, and {numel} are needed. Cut or pad it.")
+        raise ValueError(f"hf_zero: {name} has {tensor.numel()} elements, but must have {numel}. Cut or pad it.")
     if tensor.device != device:
-        raise ValueError(f"hf_zero: {name} is on {tensor.device}, and the others are on {device}. Move it there.")
+        raise ValueError(
+            f"hf_zero: {name} is on {tensor.device}, but the others are on {device}. Move it to that device."
+        )
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"hf_zero: {name} is {tensor.dtype}, and {allowed} are allowed. Cast it first.")
+        raise ValueError(f"hf_zero: {name} is {tensor.dtype}; allowed: {allowed}. Cast it first.")
 
 
 _DEVICE, _DTYPE, _FLOATS = attrgetter("device"), attrgetter("dtype"), frozenset(FLOAT_DTYPES)

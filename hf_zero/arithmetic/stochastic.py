@@ -48,7 +48,7 @@ def round_stochastically(source: torch.Tensor, out: torch.Tensor, *, seed: int, 
     check_flat("out", out, numel=source.numel(), device=source.device, dtypes=[torch.bfloat16])
     for name, value in (("seed", seed), ("offset", offset)):
         if not 0 <= value < 2**63:
-            raise ValueError(f"hf_zero: {name} is {value}; from 0 to 2^63 - 1 is allowed. Take it modulo 2^63.")
+            raise ValueError(f"hf_zero: {name} is {value}; allowed: 0 to 2^63 - 1. Pass it modulo 2^63.")
     form = extra("kernels", "stochastic_triton") if runs_triton(source.device) else stochastic_reference
     form(source, out, seed, offset)
 

@@ -130,9 +130,8 @@ def begin_step(bucket: Bucket) -> None:
             # moved one.
             elif not (bucket.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
                 raise ShardedGradientError(
-                    f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward "
-                    "has reduced. Let a backward compute the gradient, or train at `stage: 0`, where `grad` is "
-                    "the reduced gradient."
+                    f"hf_zero: `grad` of {slot.name!r} was set by hand, but the step uses the gradient that backward reduced. "
+                    "Let backward compute the gradient, or train at `stage: 0`, where `grad` is the reduced gradient."
                 )
         # Before the step, which would otherwise start from the old master and undo the script's edit.
         bucket.follow_edits()

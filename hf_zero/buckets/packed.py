@@ -38,8 +38,8 @@ def refuse_inner_tensors(name: str, parameter: nn.Parameter) -> None:
     """Raises `ValueError` for a trained parameter with its values in inner tensors, which no step would update."""
     if _has_inner_tensors(parameter):
         raise ValueError(
-            f"hf_zero: {name!r} is a trained {type(parameter).__name__}, which keeps its values in tensors of its own, and "
-            "buckets hold a parameter's own memory. Train a plain Parameter, and convert it in the layer's forward."
+            f"hf_zero: {name!r} is a trained {type(parameter).__name__}, which keeps its values in inner tensors, but buckets "
+            "hold a parameter's own memory. Train a plain Parameter, and convert it in the layer's forward."
         )
 
 
@@ -53,19 +53,19 @@ def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> N
     kind = type(parameter).__name__
     if sharded and _has_inner_tensors(parameter):
         raise ValueError(
-            f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
+            f"hf_zero: {name!r} is a {kind}, which keeps its values in inner tensors, but stage 3 shards a parameter's own "
             "memory. Use stage 2, or quantize the base with bitsandbytes."
         )
     if sharded and getattr(_state_of(parameter), "packing_format_for_cpu", False):
         raise ValueError(
-            f"hf_zero: an evaluation has repacked {name!r} for this processor, and stage 3 shards weights as they are saved. "
-            "Load the base anew, and evaluate behind accelerator.prepare."
+            f"hf_zero: an evaluation repacked {name!r} for this processor, but stage 3 shards weights in their saved layout. "
+            "Load the base model again, and evaluate after accelerator.prepare."
         )
     is_open = not getattr(parameter, "has_fp16_weights", True) and parameter.dtype != torch.int8
     if is_open or not getattr(parameter, "bnb_quantized", True):
         raise ValueError(
-            f"hf_zero: {name!r} is a {kind} of {parameter.dtype}, which is not quantized yet. Call model.to(device), which "
-            "quantizes, before accelerator.prepare."
+            f"hf_zero: {name!r} is a {kind} of {parameter.dtype} and is not quantized yet. Call model.to(device), which "
+            "quantizes it, before accelerator.prepare."
         )
 
 

@@ -95,14 +95,14 @@ def resolve_precision(
     stochastic = config.rounding == "stochastic"
     if stochastic and kept != torch.bfloat16:
         raise ConfigError(
-            f"hf_zero config: `rounding: stochastic` is for bfloat16 parameters, and some are trained in {kept}. Set "
+            f"hf_zero config: `rounding: stochastic` needs bfloat16 parameters, but some are trained in {kept}. Set "
             "`param_dtype: bfloat16`, or leave `rounding` at nearest."
         )
     # In 16 bits most updates are smaller than half of a parameter's last digit and would be rounded away.
     master = torch.float32 if kept.itemsize < 4 else kept
     if config.quantizes_moments and master != torch.float32:
         raise ConfigError(
-            f"hf_zero config: `moments: {config.moments}` is for moments in float32, and some parameters are trained in {kept}. "
+            f"hf_zero config: `moments: {config.moments}` needs moments in float32, but some parameters are trained in {kept}. "
             "Leave `moments` at 32bit, or set `param_dtype: float32`."
         )
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
@@ -174,16 +174,17 @@ def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
         autocast = "linear layers to fp8 (torchao), autocast to bf16 (accelerate)"
     if mixed_precision == "fp16" and config.gather_dtype == "bfloat16":
         raise ConfigError(
-            "hf_zero: two owners of the cast: mixed_precision='fp16' autocasts to float16 and the config says `gather_dtype: "
-            "bfloat16`. Keep one: mixed_precision='bf16' with it, or mixed_precision='fp16' with `gather_dtype: auto`."
+            "hf_zero: the cast is set twice: mixed_precision='fp16' autocasts to float16, and the config has `gather_dtype: "
+            "bfloat16`. Keep one: mixed_precision='bf16' with `gather_dtype: bfloat16`, or mixed_precision='fp16' with "
+            "`gather_dtype: auto`."
         )
     if config.param_dtype in (AUTO, "float32"):
         return autocast
     if config.param_dtype == dtype == "bfloat16":
-        return f"the engine, parameters to bfloat16; {autocast} for what is not"
+        return f"the engine, parameters to bfloat16; {autocast} for other tensors"
     both = ", or both" if dtype == "bfloat16" else ""
     raise ConfigError(
-        f"hf_zero: two owners of the cast: mixed_precision={mixed_precision!r} autocasts to {dtype} and the config says "
+        f"hf_zero: the cast is set twice: mixed_precision={mixed_precision!r} autocasts to {dtype}, and the config has "
         f"`param_dtype: {config.param_dtype}`. Keep one: mixed_precision={mixed_precision!r} with `param_dtype: auto`, or "
         f"`param_dtype: {dtype}` without mixed_precision for {dtype} parameters with an fp32 master{both}."
     )

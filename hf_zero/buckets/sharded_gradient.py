@@ -54,9 +54,8 @@ def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientErr
                 return None
             name = type(stepped).__name__
             return UnpreparedStepError(
-                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not "
-                "prepared. Build the optimizer before accelerator.prepare(model, optimizer), and step the one that "
-                "prepare returns."
+                f"hf_zero: {name}.step() would update parameters that the engine trains, but this {name} was not prepared. "
+                "Build the optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
             )
         frame = frame.f_back
     return None
@@ -173,8 +172,8 @@ class ShardedGradient(_Remote):
         """Raises `ShardedGradientError` if a second step needs a gradient freed by the first."""
         if self.is_spent:
             raise ShardedGradientError(
-                f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
-                "is no longer there. Call optimizer.zero_grad() between a step and the next backward."
+                f"hf_zero: the gradient of {self._name!r} is needed for a second step, but the first optimizer.step() freed "
+                "it. Call optimizer.zero_grad() between a step and the next backward."
             )
 
     def _zero(self) -> None:
@@ -246,9 +245,9 @@ class ShardedGradient(_Remote):
 
     def unreadable(self, operation: object) -> ShardedGradientError:
         return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
-            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor "
-            "change it here. Read it, or edit it in place, between the last backward and optimizer.step() and on all ranks. "
-            "Call accelerator.clip_grad_norm_ to clip, optimizer.zero_grad() to forget; do not wrap in DDP."
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} cannot read or change it here. "
+            "Read it or edit it in place on all ranks, between the last backward and optimizer.step(). Call "
+            "accelerator.clip_grad_norm_ to clip it, optimizer.zero_grad() to drop it; do not wrap the model in DDP."
         )
 
     @classmethod

@@ -23,9 +23,7 @@ from .safetensors_headers import is_whole_safetensors
 
 # All files are written to `.tmp-NAME`, next to the final folder. There each file is hashed and synced to the disk, and the
 # manifest that lists them is written last. One rename then turns the folder into the checkpoint.
-_THEN = (
-    "The former checkpoints are as they were, and training state is unharmed. Free space or make the folder writable."
-)
+_THEN = "Earlier checkpoints and the training state are unchanged. Free space or make the folder writable."
 
 
 def temporary_of(final: Path) -> Path:
@@ -57,7 +55,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, merge: Merge) -> Path:
         free = shutil.disk_usage(final.parent).free
         if free < needed_bytes:
             raise CheckpointError(
-                f"{final} needs about {in_units(needed_bytes)} and {final.parent} has {in_units(free)} free: "
+                f"{final} needs about {in_units(needed_bytes)}, but {final.parent} has {in_units(free)} free: "
                 f"{in_units(needed_bytes - free)} too little"
             )
         # A killed run may have left a folder of this name. Its files would be sealed with the new ones.
@@ -115,7 +113,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             sync(root / name)
             # Another library may have written and truncated a file. The hash of its bad content would be valid.
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
-                raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
+                raise CheckpointError(f"{name} is shorter than its header states: it was not written completely")
             found = hashes_of(root / name, indices, files[name].chunk_bytes)
             hashes.update(((name, index), value) for index, value in found.items())
         if not disk.leads:
@@ -127,7 +125,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     def write(lost: _Lost) -> None:
         if lost.file is not None:
-            raise CheckpointError(f"{folder}/{lost.file} has been written and is gone")
+            raise CheckpointError(f"{folder}/{lost.file} was written but no longer exists")
         if disk.leads:
             others = [_take_hashes(root, rank) for rank in disk.ranks if rank != disk.rank]
             records = _hashed(files, [hashes, *others])
@@ -142,7 +140,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     try:
         # No rank writes the manifest before all ranks have hashed and synced their shares.
-        lost = merged_on_all_ranks(merge, disk.rank, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
+        lost = merged_on_all_ranks(merge, disk.rank, hash_own_part, doing=f"write {root} to disk", then=_THEN)
         # Compare the files with memory after the hashes are made. A bit that flips before the hash is found here, and a bit
         # that flips later fails the hash.
         done_on_all_ranks(merge, disk.rank, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
@@ -178,7 +176,9 @@ def _hashed(files: Mapping[str, FileRecord], parts: Sequence[Mapping[Chunk, str]
     due = {(name, index) for name, record in files.items() for index in range(record.chunks)}
     # With too few or too many hashes of a file, the manifest could never be read.
     if odd := sorted(due ^ hashes.keys()):
-        raise CheckpointError(f"{odd[0][0]} has changed while it was hashed. Let no other process write to this folder")
+        raise CheckpointError(
+            f"{odd[0][0]} changed while it was hashed. Make sure that no other process writes to this folder"
+        )
     return {
         name: replace(record, xxh3=tuple(hashes[name, index] for index in range(record.chunks)))
         for name, record in sorted(files.items())
@@ -235,7 +235,9 @@ def _move_file_aside(final: Path) -> None:
     """Renames a plain file with a checkpoint's name. It may be the user's, and a rename cannot replace a file by a folder."""
     aside = final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}")
     final.rename(aside)
-    warnings.warn(f"hf_zero: {final} was a file and no checkpoint. It is {aside.name} now.", stacklevel=2)
+    warnings.warn(
+        f"hf_zero: {final} was a file, not a checkpoint folder. It was renamed to {aside.name}.", stacklevel=2
+    )
 
 
 def put_back(finals: Iterable[Path], *, exchange: Exchange) -> None:
@@ -249,8 +251,8 @@ def put_back(finals: Iterable[Path], *, exchange: Exchange) -> None:
                 with suppress(FileNotFoundError):
                     former_of(final).rename(final)
 
-    then = "Nothing was trained. Make the folder writable, or take `.old-` out of the name yourself."
-    on_all_ranks(exchange, rename, doing="put back a checkpoint that a killed run was replacing", then=then)
+    then = "Nothing was trained. Make the folder writable, or remove `.old-` from the name yourself."
+    on_all_ranks(exchange, rename, doing="restore a checkpoint that a killed run was replacing", then=then)
 
 
 def abandon(temporary: Path, *, disk: Disk) -> None:

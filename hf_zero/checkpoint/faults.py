@@ -63,7 +63,7 @@ def read_fault(error: Exception) -> str:
     text = str(error)
     refused = _REFUSED.search(text)
     if refused is not None:
-        return f"needs {shown(refused[1])}, which is not loaded: a checkpoint may hold tensors and plain values only"
+        return f"needs {shown(refused[1])}, which is not loaded: a checkpoint may contain only tensors and plain values"
     said = _SAID_BY_UNPICKLER.search(text)
     cause = f"{type(error).__name__}: {said[1]}" if said is not None else in_one_line(error)
     if isinstance(error, pickle.UnpicklingError):

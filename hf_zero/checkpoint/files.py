@@ -32,7 +32,7 @@ def entry_faults(root: Path) -> list[str]:
     odd = [path for path in paths if path.exists() and not path.is_file() and not path.is_dir()]
     return [
         *(f"{path.relative_to(root).as_posix()} is a link that leads out of the folder" for path in links),
-        *(f"{path.relative_to(root).as_posix()} is no plain file" for path in odd),
+        *(f"{path.relative_to(root).as_posix()} is not a regular file" for path in odd),
     ]
 
 
@@ -41,8 +41,8 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         if leads_out(root, path):
             raise CheckpointError(
-                f"hf_zero: {path} leads out of {root} (to {os.path.realpath(path)}), and nothing outside of the folder is read "
-                "or copied. Put the file itself there, or take the link away."
+                f"hf_zero: {path} leads out of {root} (to {os.path.realpath(path)}), but only files inside that folder are "
+                "read or copied. Replace the link with the file itself, or remove the link."
             )
 
 
@@ -84,7 +84,7 @@ def open_in_place(path: Path, flags: int) -> int:
     Raises:
         CheckpointError: it is a link, a file with several names (hard links), or no plain file.
     """
-    refusal = f"{path} is a link or no plain file, and not hf_zero's. Take it away"
+    refusal = f"{path} is a link or not a regular file, so hf_zero did not create it. Remove it"
     # O_NONBLOCK: opening a pipe would otherwise wait for its other end.
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -111,7 +111,7 @@ _LONGEST_PART = 255
 
 def no_folder(path: Path) -> str:
     """Explains why `path` is not a folder."""
-    return f"{path} is a file; give the folder that it is in" if path.exists() else f"there is no folder {path}"
+    return f"{path} is a file; pass the folder that contains it" if path.exists() else f"there is no folder {path}"
 
 
 def files_below(folder: Path) -> list[str]:

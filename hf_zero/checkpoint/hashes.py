@@ -125,7 +125,7 @@ def refuse_changed(written: Iterable[Written]) -> None:
                     left -= len(content)
                 if hashed.hexdigest() != part.xxh3:
                     raise CheckpointError(
-                        f"{part.name!r} in {path.name} is not as it was in memory: the host's memory or its disk is broken"
+                        f"{part.name!r} in {path.name} differs from its values in memory: the host's memory or disk is faulty"
                     )
 
 

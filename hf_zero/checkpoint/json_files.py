@@ -17,12 +17,12 @@ def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
         # Check the size first: a folder from the Hub may contain a file large enough to fill the host's memory.
         nbytes = path.stat().st_size
         if nbytes > most_bytes:
-            raise CheckpointError(f"hf_zero: {path} has {nbytes} bytes, and at most {most_bytes} are read.")
+            raise CheckpointError(f"hf_zero: {path} has {nbytes} bytes; allowed: at most {most_bytes}.")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise CheckpointError(f"hf_zero: {path} cannot be read ({error}).") from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"hf_zero: {path} is damaged: it is no text ({error.reason}).") from error
+        raise CheckpointError(f"hf_zero: {path} is damaged: it is not text ({error.reason}).") from error
 
 
 def parse_json(text: str, path: Path) -> Any:
@@ -40,7 +40,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Reads a JSON file with a mapping. Raises `CheckpointError` for any other content."""
     content = parse_json(read_text(path), path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, where a mapping is due.")
+        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}; expected: a mapping.")
     return content
 
 

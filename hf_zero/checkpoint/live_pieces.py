@@ -54,8 +54,8 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     error."""
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"{name} has dtype {dtype}, which cannot be saved; those that can are {', '.join(DTYPE_NAMES.values())}. Keep it "
-            "in one of them, or register it with persistent=False"
+            f"{name} has dtype {dtype}, which cannot be saved; allowed: {', '.join(DTYPE_NAMES.values())}. Keep it in one of "
+            "these, or register it with persistent=False"
         )
     return DTYPE_NAMES[dtype]
 
@@ -105,7 +105,7 @@ class Piece:
                 written = os.pwrite(handle, left, at)
                 if written == 0:
                     raise CheckpointError(
-                        f"{self.path} takes no more at byte {at}: {in_units(len(left))} are left to write"
+                        f"{self.path} accepts no more data at byte {at}: {in_units(len(left))} are not written yet"
                     )
                 left, at = left[written:], at + written
         finally:
@@ -386,8 +386,8 @@ def is_small(nbytes: int) -> bool:
 def edited_while_written(name: str) -> CheckpointError:
     """Makes the error for a tensor changed before its save was written."""
     return CheckpointError(
-        f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
-        "the save, or set `checkpoint.async_save: false`"
+        f"{name!r} was edited while a save was writing it, before the next optimizer step. Edit it before the save, or set "
+        "`checkpoint.async_save: false`"
     )
 
 

@@ -176,15 +176,15 @@ class SaveIdentity:
 
 def named_save(save: str) -> str:
     """Formats the ID of a save for an error."""
-    return f"save {shown(save[:8])}" if save else "a save without ID"
+    return f"save {shown(save[:8])}" if save else "a save without an ID"
 
 
 def refuse_other_save(one: str, identity: SaveIdentity, other: str, its: SaveIdentity) -> None:
     """Raises `CheckpointError` if two parts of a checkpoint, with these names, are of different saves."""
     if identity != its:
         raise CheckpointError(
-            f"hf_zero: {one} and {other} are not parts of one checkpoint: they are of {identity} and {its}. Give the parts that "
-            "one save wrote."
+            f"hf_zero: {one} and {other} are not parts of one checkpoint: {one} is from {identity}, and {other} is from {its}. "
+            "Pass the parts that one save wrote."
         )
 
 
@@ -310,9 +310,9 @@ class Manifest:
         # Raise here, not at a resume, when the run can no longer be saved in a different way. The text is ASCII.
         if len(text) > _LARGEST_BYTES:
             raise CheckpointError(
-                f"{MANIFEST_NAME} would have {len(text)} bytes, and at most {_LARGEST_BYTES} are read: {len(self.rows)} entries "
-                f"for rows, and checksums of {sum(record.size for record in self.files.values())} bytes in {len(self.files)} "
-                "files. Train with a larger `bucket_bytes`, or shard within groups (`comm.shard_group_size`)"
+                f"{MANIFEST_NAME} would have {len(text)} bytes; allowed: at most {_LARGEST_BYTES}: {len(self.rows)} entries "
+                f"for parameter shards, and checksums of {sum(record.size for record in self.files.values())} bytes in "
+                f"{len(self.files)} files. Train with a larger `bucket_bytes`, or shard within groups (`comm.shard_group_size`)"
             )
         replace_file(folder / MANIFEST_NAME, text)
 
@@ -325,9 +325,9 @@ class Manifest:
         if not path.is_file():
             found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
             raise CheckpointError(
-                f"hf_zero: {folder} holds no {MANIFEST_NAME}, so it is no finished hf_zero checkpoint "
-                f"({'the folder does not exist' if found is None else f'found: {found[:8]}'}). Resume from a checkpoint "
-                "folder that this package has written, or start without resume_from_checkpoint."
+                f"hf_zero: {folder} holds no {MANIFEST_NAME}, so it is not a complete hf_zero checkpoint "
+                f"({'the folder does not exist' if found is None else f'found: {found[:8]}'}). Resume from a checkpoint folder "
+                "that hf_zero wrote, or start without resume_from_checkpoint."
             )
         text = read_text(path, most_bytes=_LARGEST_BYTES)
         content = parse_json(text, path)
@@ -340,7 +340,7 @@ class Manifest:
             )
         if type(version) is not int or not _is_as_written(content, text):
             raise CheckpointError(
-                f"hf_zero: {path} is damaged (its own checksum does not fit); resume from an earlier checkpoint."
+                f"hf_zero: {path} is damaged (its own checksum does not match); resume from an earlier checkpoint."
             )
         try:
             manifest = _of_content(content, folder)
@@ -419,23 +419,25 @@ def _refuse_contradictions(manifest: Manifest) -> None:
     for rows in manifest.rows:
         whole = manifest.whole_shape(rows.kind, rows.name)
         if whole is None:
-            raise _FieldError(f"rows have {rows.kind[:200]!r} of {rows.name[:200]!r}, and `kinds` has not")
+            raise _FieldError(f"rows have {rows.kind[:200]!r} of {rows.name[:200]!r}, but `kinds` does not")
         box = manifest.box_of(rows)
         if box.shape != whole:
-            raise _FieldError(f"`boxes` have a part of {box.shape} of {rows.name[:200]!r}, which is {whole}")
+            raise _FieldError(
+                f"`boxes` have a part of shape {box.shape} of {rows.name[:200]!r}, but its shape is {whole}"
+            )
         _refuse_beyond(*rows.cuts.whole, box.local_shape, f"a row of {rows.kind} of {rows.name[:200]!r}")
     # After these checks, no loop over ranks is longer than the lists of files, however many ranks a row counts.
     files = {*manifest.elsewhere, *(PurePosixPath(name).name for name in manifest.files)}
     for rank in (rank for ranks in _ranks_of(manifest.rows) for rank in ranks):
         file = row_file(rank, manifest.world_size)
         if file not in files:
-            raise _FieldError(f"{file} has rows and is not among the files")
+            raise _FieldError(f"{file} has rows but is not among the files")
     for name, kinds in manifest.kinds.items():
         for kind in (kind for kind in kinds if kind in STACKS):
             shape, each = manifest.own_shapes.get(name, {}).get(kind, ()), manifest.shapes[name]
             if not shape or shape[1:] != each or not 0 < shape[0] <= len(files):
                 raise _FieldError(
-                    f"own_shapes have {str(shape)[:80]} for {kind!r} of {name[:200]!r} with {str(each)[:80]}, and there are "
+                    f"own_shapes have {str(shape)[:80]} for {kind!r} of {name[:200]!r} with {str(each)[:80]}, but there are "
                     f"{len(files)} files"
                 )
 
@@ -485,7 +487,7 @@ def _rows_one_by_one(folder: Path, held: Mapping[str, Any], world_size: int) -> 
             box=boxes.get(file, {}).get(name) if isinstance(name, str) else None,
         )
         if key != found.key:
-            raise _FieldError(f"{what} is under {str(key)[:200]!r}, where {found.key[:200]!r} is due")
+            raise _FieldError(f"{what} is stored as {str(key)[:200]!r}; expected: {found.key[:200]!r}")
         if found.interval.start > found.interval.stop:
             raise _FieldError(f"{what} has elements {start} to {stop}")
         return found
@@ -667,7 +669,7 @@ def _refuse_unknown(known: Mapping[str, Any], names: Mapping[str, Any], what: st
     """Raises `_FieldError` unless all names are known."""
     for name in names:
         if name not in known:
-            raise _FieldError(f"{what} has {name[:200]!r}, which no parameter is called")
+            raise _FieldError(f"{what} has {name[:200]!r}, which is not the name of a parameter")
 
 
 def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
@@ -685,7 +687,8 @@ def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
             was_tensor, other = form.setdefault(key, (is_tensor, name))
             if is_tensor != was_tensor:
                 raise _FieldError(
-                    f"{what} has {key[:80]!r} as a tensor for one of {other[:200]!r} and {name[:200]!r}, and plain for the other"
+                    f"{what} has {key[:80]!r} as a tensor for one of {other[:200]!r} and {name[:200]!r}, but as a plain value "
+                    "for the other"
                 )
 
 
@@ -705,4 +708,4 @@ def _as_group(value: Any, what: str) -> dict[str, Any]:
 
 def _other(value: Any, what: str, due: str) -> _FieldError:
     shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-    return _FieldError(f"{what} is {shown[:80]}{'…' if len(shown) > 80 else ''}, where {due} is due")
+    return _FieldError(f"{what} is {shown[:80]}{'…' if len(shown) > 80 else ''}; expected: {due}")

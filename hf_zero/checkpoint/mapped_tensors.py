@@ -15,7 +15,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def dtype_named(name: str) -> torch.dtype:
     """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype unknown to torch."""
     if name not in _DTYPES:
-        raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
+        raise CheckpointError(f"hf_zero: a safetensors file has dtype {name}; allowed: {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
@@ -29,7 +29,7 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
     spans = spans_in(path)
     if spans is None or not is_whole_safetensors(path):
         raise CheckpointError(
-            f"hf_zero: {path} cannot be read (its header is missing, or says another length); the checkpoint is damaged, "
+            f"hf_zero: {path} cannot be read (its header is missing or states a different length); the checkpoint is damaged, "
             "resume from an earlier one."
         )
     with path.open("rb") as file:

@@ -76,16 +76,16 @@ class CheckpointReader:
         other = [name for name in shapes if name in saved and saved[name] != shapes[name]]
         for names, fault in (
             (missing, "is not in the checkpoint"),
-            (extra, "is in the checkpoint but is not trained now"),
+            (extra, "is in the checkpoint but is not trained in this run"),
         ):
             if names:
                 raise CheckpointError(
-                    f"hf_zero: {self._folder}: {shown(names[0])!r} {fault} ({len(names)} such parameters). Resume with the model "
-                    "and the frozen parameters that the checkpoint was made with."
+                    f"hf_zero: {self._folder}: {shown(names[0])!r} {fault} ({len(names)} such parameters). Resume with the "
+                    "model and the frozen parameters that the checkpoint was made with."
                 )
         if other:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {shown(other[0])!r} has shape {shown(saved[other[0]])} there and "
+                f"hf_zero: {self._folder}: {shown(other[0])!r} has shape {shown(saved[other[0]])} in the checkpoint and "
                 f"{shapes[other[0]]} in the model. Resume with the model config that the checkpoint was made with."
             )
 
@@ -103,8 +103,8 @@ class CheckpointReader:
             pieces = pieces_for(interval, saved)
         except ValueError as error:
             raise CheckpointError(
-                f"hf_zero: {self._folder}: {shown(kind)} of {shown(name)!r}: {error}; the checkpoint is damaged, resume from an "
-                "earlier one."
+                f"hf_zero: {self._folder}: {shown(kind)} of {shown(name)!r}: {error}; the checkpoint is damaged, resume from "
+                "an earlier one."
             ) from error
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         if not parts and (kind, name) in self._rows:
@@ -125,8 +125,8 @@ class CheckpointReader:
             found = [folder / file for folder in self._folders if (folder / file).is_file()]
             if not found:
                 raise CheckpointError(
-                    f"hf_zero: {self._folder} has no {file}: the disks of several hosts have a part of this checkpoint each. "
-                    "Resume on the same hosts with as many ranks, or give `hf-zero consolidate` the other parts (--part)."
+                    f"hf_zero: {self._folder} has no {file}: the parts of this checkpoint are on the disks of several hosts. "
+                    "Resume on the same hosts with as many ranks, or pass the other parts to `hf-zero consolidate` (--part)."
                 )
             self._paths[file] = found[0]
         return self._paths[file]
@@ -142,8 +142,8 @@ class CheckpointReader:
                 tensors, save = mapped_tensors(path), save_in(path)
                 if save != self.manifest.save:
                     raise CheckpointError(
-                        f"hf_zero: {path} is of {named_save(save)}, and the manifest of {self.manifest.identity}; put the file "
-                        "of that save there, or resume from another checkpoint."
+                        f"hf_zero: {path} is from {named_save(save)}, but the manifest is from {self.manifest.identity}; copy "
+                        "the file of that save there, or resume from another checkpoint."
                     )
                 self._files[file] = tensors
             whole = self._files[file][row.key]
@@ -156,8 +156,8 @@ class CheckpointReader:
         # Compare the file's header with the manifest: if they disagree, the slice below would select different elements.
         if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):
             raise CheckpointError(
-                f"hf_zero: {path} has {shown(row.key)!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
-                f"{row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
+                f"hf_zero: {path} has {shown(row.key)!r} of shape {tuple(whole.shape)} and {whole.dtype}, but the manifest "
+                f"states {row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
             )
         values = whole[interval.start : interval.stop]
         # Read ahead the whole run: page by page, a network disk would answer one request after the other.

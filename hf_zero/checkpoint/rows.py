@@ -29,7 +29,7 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 _THEN = (
-    "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
+    "The checkpoint is incomplete, so no run resumes from it; the training state is unchanged. Free space or make the folder "
     "writable."
 )
 
@@ -254,15 +254,15 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             if torch.is_tensor(value) and not value.is_complex():
                 if value.numel() != 1:
                     raise CheckpointError(
-                        f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither "
-                        "one nor one an element of this rank's part, so it cannot be saved. Set `stage: 0`, where a "
-                        "rank has whole parameters."
+                        f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, so it cannot be "
+                        "saved; allowed: one element, or one for each element of this rank's shard. Set `stage: 0`, which "
+                        "keeps parameters whole."
                     )
                 value = {"dtype": str(value.dtype).removeprefix("torch."), "value": numbers[id(value)]}
             elif not isinstance(value, int | float | str | None):
                 raise CheckpointError(
-                    f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {_kind_of(value)}, and only tensors, numbers "
-                    "and strings can be saved. Use another optimizer, or train without checkpoints."
+                    f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {_kind_of(value)}, but only tensors, numbers and "
+                    "strings can be saved. Use another optimizer, or train without checkpoints."
                 )
             plain[name][key] = value
     return plain

@@ -68,10 +68,10 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
             held.append(_taken(path))
             clear_marks(folder)
 
-    then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
+    then = "Nothing was trained. Give this run its own output_dir, or end the other run first."
     try:
         # Inside `try`: if one rank gets no lock, this raises on all ranks, and the other disks' ranks must release theirs.
-        on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
+        on_all_ranks(exchange, take, doing=f"lock {folder} for its checkpoints", then=then)
         yield
     finally:
         # A forked child may leave this block (a callback calls sys.exit). Then the parent's file must remain.
@@ -104,10 +104,10 @@ def _taken(path: Path) -> int:
         except (BlockingIOError, PermissionError) as error:
             holder = _in_words(os.pread(lock, 500, 0).decode(errors="replace"))
             if any(os.path.samestat(os.fstat(lock), os.fstat(own)) for own in _HELD):
-                holder = "another Trainer of this process"
+                holder = "another Trainer in this process"
             os.close(lock)
             if time.monotonic() > deadline_s:
-                raise CheckpointError(f"another run writes there now ({holder})") from error
+                raise CheckpointError(f"another run is writing there ({holder})") from error
             time.sleep(_GLANCE_S)
             continue
         except BaseException as error:
@@ -167,15 +167,15 @@ def _opened(path: Path) -> int:
         # If the file exists, another user owns the file. If not, the folder itself refuses the write.
         with suppress(FileNotFoundError):
             raise CheckpointError(
-                f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
+                f"{path} belongs to user {path.lstat().st_uid}: a run of that user writes there or left the file behind"
             ) from error
         raise
 
 
 def _warn_of_no_locks(folder: Path, error: OSError) -> None:
     warnings.warn(
-        f"hf_zero: {folder} is on a file system without locks ({error.strerror}), so that nothing keeps a second run from "
-        "writing checkpoints there. Give each run an output_dir of its own.",
+        f"hf_zero: {folder} is on a file system without locks ({error.strerror}), so a second run could also write checkpoints "
+        "there. Give each run its own output_dir.",
         stacklevel=2,
     )
 
@@ -190,4 +190,4 @@ def _in_words(holder: str) -> str:
         known = json.loads(holder)
         return shown(f"process {known['pid']} on {known['host']}, since {known['since']}")
     except (ValueError, KeyError, TypeError):
-        return "a process that does not say its number"
+        return "an unknown process"

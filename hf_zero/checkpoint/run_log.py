@@ -27,7 +27,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     run = read_mapping(path) if path.is_file() else {}
     for name in RUN_FIELDS:
         if not isinstance(run.get(name) or {}, dict):
-            raise CheckpointError(f"hf_zero: {path}: {name} is a {type(run[name]).__name__}, where a mapping is due.")
+            raise CheckpointError(f"hf_zero: {path}: {name} is a {type(run[name]).__name__}; expected: a mapping.")
     return {**run, **{name: run.get(name) or {} for name in RUN_FIELDS}} if run else {}
 
 
@@ -49,11 +49,11 @@ def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     """
     history = state.get("log_history") or []
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
+        raise CheckpointError(f"hf_zero: {path}: log_history is not a list of mappings.")
     for entry in history:
         wrong = [name for name, value in entry.items() if name in _NUMBERS and not is_number(value)]
         if wrong:
-            raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
+            raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is not a number.")
     return history
 
 
@@ -85,7 +85,7 @@ def read_position(folder: Path) -> dict[str, int] | None:
     known = {"global_rows", "epoch", "rows"}
     if content.keys() != known or not all(type(value) is int and value >= 0 for value in content.values()):
         raise CheckpointError(
-            f"hf_zero: {path} holds {shown(str(content))}, and whole numbers for {', '.join(sorted(known))} are due; resume "
-            "from an earlier checkpoint."
+            f"hf_zero: {path} holds {shown(str(content))}; expected: whole numbers for {', '.join(sorted(known))}. Resume from "
+            "an earlier checkpoint."
         )
     return content

@@ -102,7 +102,7 @@ class _Way:
             return self._free.pop()
         if self._buffers == BUFFERS:
             raise AssertionError(
-                f"hf_zero: bug: more than {BUFFERS} copies of a save are under way. Open an issue with this traceback."
+                f"hf_zero: bug: more than {BUFFERS} copies of a save are in progress. Open an issue with this traceback."
             )
         self._buffers += 1
         return pinned(self._nbytes, self._device)

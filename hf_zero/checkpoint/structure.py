@@ -104,7 +104,7 @@ def structure_faults(
             faults.append(in_words(error))
             continue
         if further.save != manifest.save:
-            faults.append(f"{other.name} is of {named_save(further.save)}, and {folder} of {manifest.identity}")
+            faults.append(f"{other.name} is from {named_save(further.save)}, but {folder} is from {manifest.identity}")
         faults += of_rows(other, further)
     faults += _cut_files(checkpoint, manifest, rank, world_size)
     if rank:
@@ -147,7 +147,7 @@ def row_faults(manifest: Manifest) -> list[str]:
         if not once or any(
             uncovered(Interval(0, box.numel), held) or doubly_covered(held) for box, held in parts.items()
         ):
-            faults.append(f"{kind} of {name} is not there once for each element")
+            faults.append(f"{kind} of {name} is missing or duplicated for some elements")
     return faults
 
 
@@ -166,7 +166,7 @@ def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterato
         if name in manifest.files:
             continue
         if name not in from_elsewhere and _is_read_back(name, folder) and not may_be_edited(name, folder):
-            yield f"{name} is not among the files that {MANIFEST_NAME} vouches for"
+            yield f"{name} is not among the files listed in {MANIFEST_NAME}"
 
 
 def added_files(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
@@ -211,7 +211,7 @@ def _row_file_faults(folder: Path, manifest: Manifest, rank: int, world_size: in
         if spans is not None:
             save = save_in(folder / file)
             if save != manifest.save:
-                yield f"{folder.name}/{file} is of {named_save(save)}, and the manifest of {manifest.identity}"
+                yield f"{folder.name}/{file} is from {named_save(save)}, but the manifest is from {manifest.identity}"
             in_file = [saved.row(saved.ranks.index(writer)) for saved in manifest.rows if writer in saved.ranks]
             yield from _faults_of_rows(f"{folder.name}/{file}", in_file, spans, manifest)
         elif not (folder / file).exists() and file not in manifest.elsewhere:
@@ -228,16 +228,16 @@ def _faults_of_rows(
         if span is None:
             yield f"{file} has no {row.key}"
         elif row.key in seen:
-            yield f"{row.kind} of {row.name} is under {row.key} in {file}, which is another row's"
+            yield f"{row.kind} of {row.name} is stored as {row.key} in {file}, which is also the key of other values"
         elif span.shape != (numel,):
-            yield f"{row.key} has shape {span.shape} in {file}, and {numel} elements are due"
+            yield f"{row.key} has shape {span.shape} in {file}; expected: {numel} elements"
         elif span.dtype != row.dtype:
-            yield f"{row.key} has dtype {span.dtype} in {file}, and {row.dtype} is due"
+            yield f"{row.key} has dtype {span.dtype} in {file}; expected: {row.dtype}"
         elif weight is not None and weight.dtype != row.dtype:
-            yield f"{row.key} has dtype {row.dtype} in {file}, and the model's {row.name} is {weight.dtype}"
+            yield f"{row.key} has dtype {row.dtype} in {file}, but the model's {row.name} is {weight.dtype}"
         seen.add(row.key)
     for key in spans.keys() - seen:
-        yield f"{file} has {key}, which is no row"
+        yield f"{file} has {key}, which is not in the manifest"
 
 
 def _is_read_back(name: str, folder: str) -> bool:
@@ -255,9 +255,9 @@ def _step_faults(checkpoint: Path, manifest: Manifest) -> list[str]:
     except CheckpointError as error:
         return [in_words(error)]
     if type(step) is not int or step < 0:
-        return [f"{STATE_NAME} has the global_step {shown(step)}, which is no number of steps"]
+        return [f"{STATE_NAME} has the global_step {shown(step)}, which is not a number of steps"]
     if manifest.step is not None and step != manifest.step:
-        return [f"{STATE_NAME} is of step {shown(step)}, and the checkpoint of {manifest.step}"]
+        return [f"{STATE_NAME} is from step {shown(step)}, but the checkpoint is from step {manifest.step}"]
     return []
 
 

@@ -38,4 +38,4 @@ def refuse_sizes(archive: Path | IO[bytes]) -> None:
         file = cast(IO[bytes], opened.fp)
         # torch's own archives are not compressed, and two entries never share bytes.
         if stated > file.seek(0, os.SEEK_END):
-            raise ValueError(f"the directory of the archive states {stated} bytes, and the archive has {file.tell()}")
+            raise ValueError(f"the directory of the archive states {stated} bytes, but the archive has {file.tell()}")

@@ -57,8 +57,8 @@ class Findings:
     def warning(self, checkpoint: Path) -> str:
         """Words a warning with the edits and the command to accept them."""
         return (
-            f"hf_zero: {checkpoint} is not as it was written: {shown('; '.join(self.edits), 1000)}. Its files are read as "
-            f"they are now. `hf-zero verify --accept {checkpoint}` accepts the edits."
+            f"hf_zero: {checkpoint} was changed after it was written: {shown('; '.join(self.edits), 1000)}. Its files are read "
+            f"in their current state. `hf-zero verify --accept {checkpoint}` accepts the edits."
         )
 
 
@@ -97,9 +97,9 @@ def agreed(exchange: Exchange, mine: Findings) -> Findings:
     first = everyones[0].identity
     for rank, theirs in enumerate(everyones):
         if theirs.identity != first:
-            here, there = (identity or "no save of hf_zero" for identity in (first, theirs.identity))
+            here, there = (identity or "no hf_zero save" for identity in (first, theirs.identity))
             return Findings(
-                faults=(f"the ranks have parts of different saves: rank 0 of {here}, rank {rank} of {there}",)
+                faults=(f"the ranks have parts of different saves: rank 0 has {here}, rank {rank} has {there}",)
             )
     edits = dict.fromkeys(edit for theirs in everyones for edit in theirs.edits)
     return Findings(edits=tuple(edits), identity=first)
@@ -126,7 +126,7 @@ def _findings(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_p
         faults = structure_faults(checkpoint, folder, manifest, rank=rank, world_size=world_size)
         if not rank:
             added = added_files(checkpoint, folder, manifest)
-            edits += [f"{name} is not among the files that {MANIFEST_NAME} vouches for" for name in added]
+            edits += [f"{name} is not among the files listed in {MANIFEST_NAME}" for name in added]
             faults = faults or unreadable_files(checkpoint)
         # If an edit contradicts other files, the faults already name the contradiction; report only these.
         edits = [] if faults else edits
@@ -218,8 +218,8 @@ def _faults_of_file(
     if not bad:
         return []
     return [
-        f"{name} has other contents than were written ({len(bad)} damaged pieces of {record.chunk_bytes} bytes, the first at "
-        f"{bad[0] * record.chunk_bytes}{_named_tensors(path, record, bad)})"
+        f"{name} differs from the contents that were written ({len(bad)} damaged pieces of {record.chunk_bytes} bytes, the "
+        f"first at {bad[0] * record.chunk_bytes}{_named_tensors(path, record, bad)})"
     ]
 
 

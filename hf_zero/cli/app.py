@@ -51,11 +51,10 @@ _MEANT = {
 """Options of other launchers → the same option here."""
 
 _SEVERAL_NODES = (
-    "hf-zero run starts ranks on one machine. On several, start `-m hf_zero.run --zero 2 train.py` with torchrun"
+    "hf-zero run starts ranks on one machine. On several machines, start `-m hf_zero.run --zero 2 train.py` "
+    "with torchrun"
 )
-_OTHER_ENGINE = (
-    "hf_zero replaces that engine: leave the option out. `hf-zero migrate` translates another engine's config"
-)
+_OTHER_ENGINE = "hf_zero replaces that engine: remove the option. `hf-zero migrate` translates another engine's config"
 _HAS_ALL_STAGES = "The plan shows all stages"
 _ANSWERS = {
     "run": {
@@ -134,13 +133,13 @@ class _Commands(_Explained, TyperGroup):
             meant = _COMMANDS.get(args[0]) if args else None
             if meant is not None and hasattr(error, "message"):
                 # The parser would propose `plan` for `launch`.
-                error.message = f"No such command {args[0]!r}. Here it is `hf-zero {meant}`."
+                error.message = f"No such command {args[0]!r}. Use `hf-zero {meant}`."
             raise
 
 
 app = typer.Typer(
     cls=_Commands,
-    help="Training with hf_zero, and work on checkpoints.",
+    help="Train with hf_zero, and work with checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     # Accept `--num_processes` as `--num-processes`, like accelerate.

@@ -35,7 +35,7 @@ def consolidate(
             with progress_of(f"checking {folder.name}") as show:
                 found = folder_findings(folder, show)
             if found.faults:
-                raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(found.faults[:3])}.")
+                raise CheckpointError(f"hf_zero: {folder} has faults: {'; '.join(found.faults[:3])}.")
             if found.edits:
                 say_error(found.warning(folder))
         with progress_of("writing weights") as show:

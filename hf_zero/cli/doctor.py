@@ -37,6 +37,6 @@ def doctor(
             table.add_row(Text(finding.subject), status, Text(finding.value), Text(finding.advice))
         console.print(table)
         faults = [finding.subject for finding in found.faults]
-        say(f"{len(faults)} wrong: {', '.join(faults)}" if faults else "nothing is wrong")
+        say(f"{len(faults)} fault{'s' * (len(faults) != 1)}: {', '.join(faults)}" if faults else "no faults")
     if not found.is_good:
         raise typer.Exit(1)

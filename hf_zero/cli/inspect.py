@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}
 _LAYOUTS = {
-    "sharded": "sharded: make a model folder of it with `hf-zero consolidate`",
+    "sharded": "sharded: convert it to a model folder with `hf-zero consolidate`",
     "hf": "hf: from_pretrained reads it",
-    "adapters": "adapters of a base with checksum {base}",
+    "adapters": "adapters for a base model with checksum {base}",
 }
 
 
@@ -109,7 +109,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield said, f"{facts[name]['value']:.6g} at step {facts[name]['step']}"
     if "saved" in facts:
         yield "saved", facts["saved"]
-        yield "ID of the save", facts["save"] or "none: from before there were IDs"
+        yield "ID of the save", facts["save"] or "none: the save is older than save IDs"
         yield "saved by", f"{facts['ranks']} ranks at stage {facts['stage']}"
         yield "layout", _LAYOUTS[facts["layout"]].format(base=facts["base"])
         optimizers = ", ".join(facts["optimizers"]) or "none"

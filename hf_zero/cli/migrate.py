@@ -27,7 +27,7 @@ def migrate(
                 with write.open("x", encoding="utf-8") as file:
                     file.write(found.yaml)
             except FileExistsError as error:
-                raise ConfigError(f"hf_zero: {write} is there already; name a new file.") from error
+                raise ConfigError(f"hf_zero: {write} already exists. Name a new file.") from error
     if as_json:
         lists = {
             name: [asdict(key) for key in getattr(found, name)] for name in ("mapped", "not_needed", "not_supported")
@@ -39,7 +39,7 @@ def migrate(
     _say_list("mapped", found.mapped)
     _say_list("not needed", found.not_needed)
     _say_list("not supported", found.not_supported)
-    say(f"# of a config of {found.source}" + (f", written to {write}" if write is not None else ""))
+    say(f"# converted from a config of {found.source}" + (f", written to {write}" if write is not None else ""))
     for line in found.yaml.splitlines():
         say(line)
 

@@ -90,4 +90,6 @@ def refuse_special(*paths: Path | None) -> None:
     """Raises `ConfigError` for a link, pipe or device, because the command's output file would replace it."""
     for path in paths:
         if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
-            raise ConfigError(f"hf_zero: {path} is a link or no plain file, and is not written to. Name a new file.")
+            raise ConfigError(
+                f"hf_zero: {path} is a link or not a regular file, so nothing was written. Name a new file."
+            )

@@ -21,7 +21,7 @@ def parity(
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0, help="Largest relative difference that passes; default: by the settings."),
+        typer.Option(min=0, help="Largest relative difference that passes; default: depends on the settings."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for a script that sets none.")] = 0,
     module: Module = False,
@@ -63,7 +63,7 @@ def parity(
 
 def _table(report: Any) -> Table:
     """Makes a table of the parameters with the largest differences in a `ParityReport`."""
-    table = Table("parameter", "largest difference of a gradient", "of the parameter itself")
+    table = Table("parameter", "largest gradient difference", "largest parameter difference")
     names = sorted(
         report.gradients.keys() | report.parameters.keys(),
         key=lambda name: -max(report.gradients.get(name, 0.0), report.parameters.get(name, 0.0)),

@@ -13,19 +13,19 @@ from .output import Dtype, Json, console, refuse_special, said_plainly, say, say
 
 def plan(
     model: Annotated[str, typer.Argument(help="A name on the Hub, a folder, or a config.json. No weights are read.")],
-    gpus: Annotated[int, typer.Option(help="Number of accelerators of a node, one rank each.")] = 1,
+    gpus: Annotated[int, typer.Option(help="Number of accelerators per node, one rank each.")] = 1,
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
     tp_size: Annotated[int, typer.Option(help="Number of ranks over which each layer is split.")] = 1,
     ep_size: Annotated[int, typer.Option(help="Number of ranks over which a mixture's experts are split.")] = 1,
     sp_size: Annotated[int, typer.Option(help="Number of ranks that compute a sequence together.")] = 1,
     gpu_memory: Annotated[
-        str, typer.Option(help="Memory of an accelerator, such as 24GB; with --cpu, of a rank.")
+        str, typer.Option(help="Memory of one accelerator, such as 24GB; with --cpu, of one rank.")
     ] = "24GB",
     host_memory: Annotated[str | None, typer.Option(help="Host memory of a node for offload.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space of a node for offload.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Plan for training on CPUs.")] = False,
     seq: Annotated[
-        int | None, typer.Option(help="Tokens of a row; default: the model's longest row, at most 2048.")
+        int | None, typer.Option(help="Tokens per row; default: the model's longest row, at most 2048.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Number of rows in a rank's micro-batch.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Number of micro-batches in a step.")] = 1,
@@ -33,31 +33,34 @@ def plan(
         Dtype, typer.Option(help="Dtype of the parameters; 16-bit parameters have fp32 masters.")
     ] = Dtype.float32,
     mixed_precision: Annotated[MixedPrecision, typer.Option(help="Autocast, as in accelerate.")] = MixedPrecision.no,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Count activation checkpointing.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Plan with activation checkpointing.")] = False,
     chunked_loss: Annotated[
         bool,
         typer.Option(
-            "--chunked-loss", help="Count a loss in chunks (TRL's, Liger's or torch's), without whole logits."
+            "--chunked-loss", help="Plan with a chunked loss (TRL's, Liger's or torch's), without whole logits."
         ),
     ] = False,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Count activations in host memory (offload.activations: cpu).")
+        bool,
+        typer.Option("--offload-activations", help="Plan with activations in host memory (offload.activations: cpu)."),
     ] = False,
     lora: Annotated[int | None, typer.Option(help="LoRA rank of adapters on all linear layers (needs peft).")] = None,
-    link_gbps: Annotated[float, typer.Option(help="Rate of all links of a node to other nodes together.")] = 1600.0,
+    link_gbps: Annotated[float, typer.Option(help="Total rate of a node's links to other nodes.")] = 1600.0,
     node_gbps: Annotated[
         float | None,
-        typer.Option(help="Rate of a rank's link to the others of its node, from `hf-zero doctor`; default: NVLink's."),
+        typer.Option(
+            help="Rate of a rank's link to the other ranks of its node, from `hf-zero doctor`; default: NVLink's."
+        ),
     ] = None,
     peak_tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of an accelerator, from its data sheet.")] = 312.0,
     utilization: Annotated[float, typer.Option(help="The fraction of --peak-tflops that kernels reach.")] = 0.45,
     write: Annotated[Path | None, typer.Option(help="Write the recommended settings to this YAML file.")] = None,
     png: Annotated[
         Path | None,
-        typer.Option(help="Draw the memory of all set-ups to this file (needs matplotlib)."),
+        typer.Option(help="Write a chart of each set-up's memory to this file (needs matplotlib)."),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the bytes by kind, those of saves and loads, and waits, too.")
+        bool, typer.Option("--verbose", help="Also show bytes by kind, bytes during saves and loads, and waits.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -30,8 +30,8 @@ def rendezvous(
             store = keep_store(PORT if port is None else port, host)
         except OSError as error:
             raise ConfigError(
-                f"hf-zero rendezvous: port {port} of {host or 'this host'} cannot be had ({error}). Give another --port, or the "
-                "--host that agents reach."
+                f"hf-zero rendezvous: cannot listen on port {port} of {host or 'this host'} ({error}). Pass another --port, or "
+                "the --host that agents reach."
             ) from error
     place = {"host": store.host, "port": store.port}
     if as_json:
@@ -39,6 +39,8 @@ def rendezvous(
     else:
         say(f"hf-zero rendezvous: --rdzv-endpoint {place['host']}:{place['port']} --rdzv-conf is_host=0")
         if ip_address(store.host).is_loopback:
-            say("Only agents of this host reach it there. Give the --host by which the others do.")
+            say(
+                "Only agents on this host can reach this address. Pass the --host that agents on other hosts can reach."
+            )
     # Wait until SIGTERM or Ctrl-C ends the process.
     signal.pause()

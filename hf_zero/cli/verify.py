@@ -13,7 +13,9 @@ def verify(
     folder: Folder,
     accept: Annotated[
         bool,
-        typer.Option("--accept", help="Rewrite the manifest for edited files without tensors of model or optimizer."),
+        typer.Option(
+            "--accept", help="Rewrite the manifest for edited files that hold no tensors of the model or optimizer."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -39,7 +41,7 @@ def verify(
         if len(faults) > _FAULTS_SHOWN:
             say_error(f"{folder}: and {len(faults) - _FAULTS_SHOWN} more faults")
         if found.edits and not found.faults:
-            say_error(f"{folder}: `hf-zero verify --accept {folder}` accepts these edits, if they were made on purpose")
+            say_error(f"{folder}: if these edits are intended, run `hf-zero verify --accept {folder}` to accept them")
     if faults:
         raise typer.Exit(1)
     if not as_json:

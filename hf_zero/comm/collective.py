@@ -67,7 +67,7 @@ class CollectiveTransport(Transport):
         ]
         # Number of messages of this rank in an agreement, and of these the ones to other nodes.
         self._told = len(told), sum(nodes[each] != nodes[world.ranks[world.index]] for each in told)
-        # Device backends record the end of a work object at once. gloo records it later; see `hidden_from_profiler`.
+        # Device backends record the end of a work object at once. gloo records the end later; see `hidden_from_profiler`.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
         self._gathers = GatherOrder(groups.gather.ranks)
         self._control = control_of(groups, self.watch, self._gathers)

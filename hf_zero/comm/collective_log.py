@@ -58,7 +58,11 @@ class CollectiveLog:
 def _entry_in_words(entry: list[Any], now_s: float) -> str:
     label, site, step, nbytes, started_s, ended_s = entry
     holds = f" ({label.holds})" if getattr(label, "holds", "") else ""
-    how = f"not ended for {now_s - started_s:.1f} s" if ended_s is None else f"ended after {ended_s - started_s:.3f} s"
+    how = (
+        f"still running after {now_s - started_s:.1f} s"
+        if ended_s is None
+        else f"ended after {ended_s - started_s:.3f} s"
+    )
     return f"{label}{holds}, {nbytes:,} bytes sent, {site}, step {step}: {how}"
 
 

@@ -88,7 +88,7 @@ class Transfers:
             except RuntimeError as error:
                 # Decide by the clock, because gloo raises the same class for a time limit and for a closed connection.
                 if time.monotonic() >= deadline_s - _NEARLY_S:
-                    raise PeerFailure(rank, f"did not come within {self._timeout_s:.0f} s") from error
+                    raise PeerFailure(rank, f"did not arrive within {self._timeout_s:.0f} s") from error
                 raise PeerFailure(rank, "closed its connection") from error
 
 
@@ -99,8 +99,8 @@ def finish_abandoned(timeout_s: float) -> None:
             _ABANDONED.pop().wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise CommunicationError(
-                f"hf_zero: what an engine that is gone had under way did not arrive: {first_line(error)}\nA peer ended, or "
-                "took another number of steps with it."
+                f"hf_zero: an exchange that a closed engine had started did not finish: {first_line(error)}\nA peer ended, or "
+                "took a different number of steps with that engine."
             ) from error
 
 
@@ -446,15 +446,15 @@ class Control:
                 raise CommunicationError(
                     f"hf_zero: the ranks called different collectives: rank {self.ranks[self._index]} the "
                     f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self.ranks[index]} the "
-                    f"{theirs[_HEAD.size :].decode(errors='replace')}. Call each on every rank, in one order, outside of `if "
-                    "is_main_process`."
+                    f"{theirs[_HEAD.size :].decode(errors='replace')}. Call each on every rank, in the same order, outside of "
+                    "`if is_main_process`."
                 )
             # Values in the wrong layer raise no error by themselves, so this check is the only one.
             if _HEAD.unpack_from(theirs)[1] != order and self.ranks[index] in self._order.ranks:
                 raise CommunicationError(
-                    f"hf_zero: rank {self.ranks[self._index]} and rank {self.ranks[index]} have gathered parameters in "
-                    f"different orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
-                    "Call layers outside of the model's forward on all ranks alike."
+                    f"hf_zero: rank {self.ranks[self._index]} and rank {self.ranks[index]} gathered parameters in different "
+                    f"orders before the {name.decode(errors='replace')}, so a layer may have another layer's "
+                    "parameters. Call layers outside of the forward in the same order on all ranks."
                 )
 
 

@@ -101,7 +101,7 @@ def _connected(ranks: list[int], timeout: timedelta, backend: str | None, option
             ended = ended_ranks(ranks)
             why = f"torch says: {error}"
             if ended:
-                why = f"{in_words(ended)} ended: look at what was said there last"
+                why = f"{in_words(ended)} ended: look at the last output there"
             elif has_gloo:
                 listens_at = f"interface {interface}" if interface else f"the address of {socket.gethostname()}"
                 why = (
@@ -496,8 +496,8 @@ def _refuse_ranks_without_group() -> None:
     variable, ranks = launched_ranks()
     if ranks > 1:
         raise ConfigError(
-            f"hf_zero: {variable} is {ranks} and torch.distributed has no process group, so each process would train a model of "
-            "its own. Call torch.distributed.init_process_group() first; for independent runs, set WORLD_SIZE=1."
+            f"hf_zero: {variable} is {ranks} and torch.distributed has no process group, so each process would train its own "
+            "model. Call torch.distributed.init_process_group() first; for independent runs, set WORLD_SIZE=1."
         )
 
 
@@ -522,7 +522,7 @@ def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
     if size not in fitting:
         wrong = f"does not divide the {world_size} ranks of this run"
         if world_size % size == 0:
-            wrong = f"makes one group of the {world_size} ranks of this run, and `comm.sync_every` is of several"
+            wrong = f"makes one group of the {world_size} ranks of this run, but `comm.sync_every` needs several groups"
         raise ConfigError(
             f"hf_zero config: `comm.shard_group_size` is {size}, which {wrong}; allowed: {', '.join(map(str, fitting))}, auto."
         )
@@ -543,9 +543,9 @@ def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list
     sizes = {len(ranks) for ranks in found}
     if len(sizes) > 1 or 1 in sizes or len(found) == len(shards):
         raise ConfigError(
-            "hf_zero config: `comm.secondary_shard: node` needs several nodes with equally many ranks, two or more; "
-            f"the nodes of a shard group have {', '.join(str(len(ranks)) for ranks in found)}. Set `comm.node_size`, "
-            "or leave the setting at none."
+            "hf_zero config: `comm.secondary_shard: node` needs several nodes with the same number of ranks, two or more; the "
+            f"nodes of a shard group have {', '.join(str(len(ranks)) for ranks in found)}. Set `comm.node_size`, or leave the "
+            "setting at none."
         )
     return found
 

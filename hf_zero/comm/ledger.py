@@ -141,7 +141,7 @@ class Ledger:
         self.is_waiting = False
         self.traced: list[tuple[str, str, Moment, Moment]] | None = None
         self._rows = _Rows()
-        # Counted while times are. Collectives that were under way before are in the list, by their log entries.
+        # Counted while times are counted. Collectives in progress at the start are listed by their log entries.
         self._under_way: defaultdict[str, int] = defaultdict(int)
         self._untimed: list[list[Any]] = []
         self._since: dict[str, Moment] = {}

@@ -58,9 +58,8 @@ class ModelCopies:
         ranks = [rank for copy in copies for rank in copy]
         if sorted(ranks) != list(range(len(everyone))) or len({len(copy) for copy in copies}) > 1:
             raise ConfigError(
-                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; allowed: sets of one "
-                f"size that have each of the {len(everyone)} ranks once. Load it with the same tp_size and ep_size "
-                "on all ranks."
+                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; allowed: sets of equal size in "
+                f"which each of the {len(everyone)} ranks is once. Load it with the same tp_size and ep_size on all ranks."
             )
         dp_groups = tuple(tuple(sorted(members)) for members in zip(*copies))
         return cls(copies=copies, dp_groups=dp_groups)

@@ -218,9 +218,9 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     elif is_word and any(key == name or key.endswith(f"_{name}") for name in _SAID_ELSEWHERE):
         hint = "set it in the training arguments or in the script"
     elif near:
-        hint = f"the nearest known one is `{prefix}{near[0]}`"
+        hint = f"the most similar known key is `{prefix}{near[0]}`"
     else:
-        hint = "nothing known is near it"
+        hint = "no known key is similar"
     name = f"`{prefix}{key}`" if is_word and key.isprintable() else shown(key)
     # If a similar name exists, the error does not need the list of all names.
     others = "" if near and near[0] in hint else f" Known: {', '.join(known)}."
@@ -228,33 +228,33 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
 
 
 CUT: Final = {
-    "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
-    "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
-    "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written while training goes on",
-    "checkpoint.snapshot_bytes": "Leave it out: saves take up to half of the free host memory; `async_save: false` takes none",
-    "comm.weights: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
-    "comm.gradients: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
-    "comm.weights: fp8": "Use int8: the same bytes, and less is lost",
-    "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
-    "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
-    "comm.block_numel": "Leave it out: 256 elements share a scale",
-    "comm.error_feedback": "Leave it out: what quantizing loses of a gradient is always sent with the next one",
-    "comm.gather_timeout_s": "Set `comm.late_s`, which holds for every wait for a rank",
-    "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
-    "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
-    "split_parameters": "Leave it out: a trial step of the optimizer shows whether parameters may be cut; `stage: 0` cuts none",
-    "persist_below_numel": "Leave it out: a layer's small parameters are gathered in one message with its large ones",
-    "overlap_param_gather": "Leave it out: reads of parameters wait; `engine_of(model).finish_parameters()` waits for all",
-    "comm.gradients: int4": "Use int8; checkpoints with residuals of int4 resume",
-    "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run after ten bad steps in a row",
+    "comm.peer_memory": "Remove it: parameters are sent through the process group, with the same losses",
+    "checkpoint.replicate": "Remove it: `checkpoint.resume: auto` resumes from the newest intact checkpoint of output_dir",
+    "checkpoint.replicate_every": "Remove it and save more often: checkpoints are written while training continues",
+    "checkpoint.snapshot_bytes": "Remove it: saves use up to half of the free host memory; `async_save: false` uses none",
+    "comm.weights: auto": "Set int8 if links are slow (`hf-zero doctor` measures them), or remove it",
+    "comm.gradients: auto": "Set int8 if links are slow (`hf-zero doctor` measures them), or remove it",
+    "comm.weights: fp8": "Use int8: it sends the same number of bytes with a smaller error",
+    "comm.gradients: fp8": "Use int8: it sends the same number of bytes with a smaller error",
+    "comm.communicators": "Remove it: on an accelerator, gathers have their own communicator",
+    "comm.block_numel": "Remove it: 256 elements share a scale",
+    "comm.error_feedback": "Remove it: the quantization error of a gradient is always added to the next gradient",
+    "comm.gather_timeout_s": "Set `comm.late_s`, which limits every wait for a rank",
+    "grad_buffers": "Remove it: three gradient buckets are in flight; `bucket_bytes` sets their size",
+    "check_nonfinite": "Remove it; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
+    "split_parameters": "Remove it: a trial step of the optimizer shows if parameters can be split; `stage: 0` splits none",
+    "persist_below_numel": "Remove it: a layer's small parameters are gathered in one message with its large ones",
+    "overlap_param_gather": "Remove it: reads of a parameter wait for it; `engine_of(model).finish_parameters()` waits for all",
+    "comm.gradients: int4": "Use int8; checkpoints with int4 residuals can still be resumed",
+    "nonfinite_limit": "Remove it: `nonfinite: skip` ends a run after ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
-    "offload.delay": "Leave it out: every step is taken in time",
-    "offload.delay_warmup": "Leave it out: no step is delayed",
-    "offload.numa": "Leave it out: host steps run on the node of the rank's accelerator; `numactl` confines a process to another",
-    "offload.speculate_bytes": "Leave it out: all buckets are stepped in `optimizer.step()`",
-    "offload.threads": "Leave it out: ranks share the host's cores; on the CPU, set OMP_NUM_THREADS",
-    "offload.window": "Leave it out: two buckets are read or written while another is stepped",
-    "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
+    "offload.delay": "Remove it: no step is delayed",
+    "offload.delay_warmup": "Remove it: no step is delayed",
+    "offload.numa": "Remove it: host steps run on the rank's accelerator's NUMA node; `numactl` binds a process to another",
+    "offload.speculate_bytes": "Remove it: all buckets are stepped in `optimizer.step()`",
+    "offload.threads": "Remove it: ranks share the host's cores; on the CPU, set OMP_NUM_THREADS",
+    "offload.window": "Remove it: two buckets are read or written while another one is stepped",
+    "snapshot_every": "Remove it: `nonfinite: skip` keeps no snapshots",
 }
 """Removed settings, or values of settings (`name: value`) → the replacement."""
 
@@ -268,13 +268,13 @@ CUT_NAMES: Final = {
 
 def cut_name(name: str) -> str:
     """Words the refusal of a removed command or public name."""
-    return f"hf_zero: `{name}` was taken out. {CUT_NAMES[name]}."
+    return f"hf_zero: `{name}` was removed from hf_zero. {CUT_NAMES[name]}."
 
 
 def refuse_cut(name: str) -> None:
     """Raises `ConfigError` for a removed setting, or for the `name: value` of a removed value."""
     if name in CUT:
-        raise ConfigError(f"hf_zero config: the setting `{name}` was taken out of hf_zero. {CUT[name]}.")
+        raise ConfigError(f"hf_zero config: the setting `{name}` was removed from hf_zero. {CUT[name]}.")
 
 
 def not_built(name: str, value: Any, instead: str) -> ConfigError:
@@ -339,22 +339,22 @@ _SAID_BY_THE_RUN = {
     "activation_checkpointing": "activation_checkpointing (gradient_checkpointing before transformers 5.23)",
 }
 _MEANINGS = {
-    "zero": "its settings stand at the top of a config, so leave it out",
-    "hf_zero": "its settings stand at the top of a config, so leave it out",
-    "zero_optimization": "it is DeepSpeed's; what is below it stands at the top here",
+    "zero": "its settings belong at the top level of a config, so remove this key",
+    "hf_zero": "its settings belong at the top level of a config, so remove this key",
+    "zero_optimization": "it is DeepSpeed's; here its settings belong at the top level",
     "offload_optimizer": "it is DeepSpeed's; here it is `offload.optimizer`: none, cpu or nvme",
     "offload_param": "it is DeepSpeed's; here it is `offload.params`: none, cpu or nvme",
     "reduce_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
     "allgather_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
     "stage3_prefetch_bucket_size": "it is DeepSpeed's; here it is `prefetch_units`, in layers",
-    "stage3_param_persistence_threshold": "it is DeepSpeed's; a layer is gathered in one message here, so leave it out",
+    "stage3_param_persistence_threshold": "it is DeepSpeed's; here a layer is gathered in one message, so remove it",
     "communication_data_type": "it is DeepSpeed's; here it is `reduce_dtype`",
     "zero_quantized_weights": "it is DeepSpeed's; here it is `comm.weights: int8`",
     "zero_quantized_gradients": "it is DeepSpeed's; here it is `comm.gradients: int8`",
     "zero_hpz_partition_size": "it is DeepSpeed's; here it is `comm.secondary_shard: node`",
     "mics_shard_size": "it is DeepSpeed's; here it is `comm.shard_group_size`",
-    "overlap_comm": "it is DeepSpeed's; the engine always overlaps, so leave it out",
-    "contiguous_gradients": "it is DeepSpeed's; gradients are always contiguous here, so leave it out",
+    "overlap_comm": "it is DeepSpeed's; the engine always overlaps, so remove it",
+    "contiguous_gradients": "it is DeepSpeed's; here gradients are always contiguous, so remove it",
     "fsdp_sharding_strategy": "it is FSDP's; FULL_SHARD is `stage: 3`, SHARD_GRAD_OP is `stage: 2`",
     "fsdp_reshard_after_forward": "it is FSDP's; here it is `reshard_after_forward`, at `stage: 3`",
     "fsdp_transformer_layer_cls_to_wrap": "it is FSDP's; here it is `unit_modules`, and auto finds the layers",
@@ -377,9 +377,8 @@ def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
         raise ConfigError(_instead_of_deepspeed(settings, where))
     if any(key in settings for key in _OF_ACCELERATE):
         raise ConfigError(
-            f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Pass it to "
-            "`accelerate launch --config_file`, and give hf_zero a stage, settings such as "
-            "stage=2,offload.optimizer=cpu, or a YAML file of its own."
+            f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Pass it to `accelerate launch "
+            "--config_file`, and pass hf_zero a stage, settings such as stage=2,offload.optimizer=cpu, or a separate YAML file."
         )
 
 
@@ -390,14 +389,14 @@ def _instead_of_deepspeed(settings: Mapping[Any, Any], where: str) -> str:
     said_by_the_run = sorted({name for key, name in _SAID_BY_THE_RUN.items() if key in settings})
     sentences = [f"hf_zero config: {cut(where)} is a config of DeepSpeed, which hf_zero does not read."]
     if same:
-        sentences.append(f"The same here: `{','.join(same)}`, as `--zero` or, a line each, in a YAML file.")
+        sentences.append(f"The equivalent here: `{','.join(same)}`, as `--zero` or, one per line, in a YAML file.")
     if said_by_the_run:
         sentences.append(
-            f"Training arguments, or the script, say the rest: {', '.join(said_by_the_run)} (and no --deepspeed)."
+            f"Set the other values in the training arguments or the script: {', '.join(said_by_the_run)} (without --deepspeed)."
         )
     sentences.append(
-        "Bucket sizes and overlap need no settings; `bucket_bytes` and `prefetch_units` are the names here. `hf-zero migrate` "
-        "makes a config here of it, and has a word on each key."
+        "Bucket sizes and overlap need no settings; here their names are `bucket_bytes` and `prefetch_units`. `hf-zero "
+        "migrate` converts the config and explains each key."
     )
     return " ".join(sentences)
 
@@ -435,27 +434,27 @@ def read_yaml(path: Path) -> Any:
     where = cut(str(path))
     try:
         if path.is_dir():
-            raise ConfigError(f"hf_zero config: {where!r} is a folder. Give the YAML file in it, or a stage number.")
+            raise ConfigError(f"hf_zero config: {where!r} is a folder. Pass the YAML file in it, or a stage number.")
         if not path.is_file():
             names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
             # The nearest name first: a folder may have many files.
             near = [*difflib.get_close_matches(path.name, names, n=1), *names]
             near = list(dict.fromkeys(near))[:8]
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
-            raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
+            raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Pass a YAML path or a stage number.")
         with path.open("rb") as file:
             # Read one byte more than the limit, to notice a longer file without reading all of it.
             text = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"hf_zero config: {where} cannot be read ({error.strerror}). Give the path of a YAML file, or a stage number."
+            f"hf_zero config: {where} cannot be read ({error.strerror}). Pass the path of a YAML file, or a stage number."
         ) from error
     try:
         # Some editors start a file with a byte order mark, which would become part of the first key.
         return parse(text.decode("utf-8-sig"), where)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"hf_zero config: {where} is not text in UTF-8. Give a YAML file such as one with the line `stage: 2`."
+            f"hf_zero config: {where} is not text in UTF-8. Pass a YAML file such as one with the line `stage: 2`."
         ) from error
 
 
@@ -479,14 +478,14 @@ def parse(text: str, where: str) -> Any:
         if "\\t" in problem:
             problem += ". Indent with spaces"
         elif "mapping values are not allowed" in problem:
-            problem += ". Settings of one section start in the same column"
+            problem += ". Indent all settings of one section equally"
         raise ConfigError(f"hf_zero config: {where} is not valid YAML{line}: {problem}.") from error
 
 
 def settings_of(text: str) -> dict[str, Any]:
     """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, with values parsed as YAML."""
     if len(text) > _MOST_TEXT_BYTES:
-        raise refuse("config", text, "settings as name=value, separated by commas: a line of them")
+        raise refuse("config", text, "one line of settings as name=value, separated by commas")
     settings: dict[str, Any] = {}
     for part in _parts(text):
         name, equals, value = part.partition("=")
@@ -503,7 +502,7 @@ def settings_of(text: str) -> dict[str, Any]:
                 raise refuse(cut(name), value, f"nothing: `{cut(step)}` has a value already")
         if leaf in place:
             raise ConfigError(
-                f"hf_zero config: `{cut(name)}` is given twice, as {shown(place[leaf])} and as {shown(value)}. Give it once."
+                f"hf_zero config: `{cut(name)}` is set twice, to {shown(place[leaf])} and to {shown(value)}. Set it once."
             )
         place[leaf] = parse(value, f"`{cut(name)}={cut(value)}`")
     return settings
@@ -555,7 +554,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if isinstance(self.anchors.get(event.anchor), yaml.CollectionNode):
-                raise _not_taken("an alias of a mapping or list; write out what it stands for", event)
+                raise _not_taken("an alias of a mapping or list; write the mapping or list itself", event)
         elif event.tag not in (None, "!"):
             raise _not_taken("a tag; write the plain value", event)
         if self._level == _MOST_LEVELS:
@@ -570,7 +569,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {shown(key.value)} stands there twice", problem_mark=key.start_mark
+                    problem=f"the key {shown(key.value)} appears twice", problem_mark=key.start_mark
                 )
             keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)

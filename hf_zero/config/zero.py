@@ -69,16 +69,18 @@ class OffloadConfig:
             )
         if not in_files and self.nvme_path is not None:
             raise ConfigError(
-                "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
-                f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
+                "hf_zero config: `offload.nvme_path` needs `offload.optimizer: nvme` or `offload.params: nvme` (optimizer is "
+                f"{self.optimizer}, params is {self.params}). Set one of these, or remove the path."
             )
         if self.activations == "nvme":
-            raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
+            raise not_built(
+                "offload.activations", "nvme", "use cpu (host memory), or recompute them (activation checkpointing)"
+            )
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
         if self.ratio != 1 and not self.moves_state:
             raise ConfigError(
-                f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
-                "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
+                f"hf_zero config: `offload.ratio` is {self.ratio}, the offloaded fraction of the state, but "
+                "`offload.optimizer: none` offloads nothing. Set `offload.optimizer` to cpu or nvme, or remove the ratio."
             )
 
     @property
@@ -179,13 +181,13 @@ class CommConfig:
             raise refuse("comm.outer", self.outer, "a mapping of lr, momentum")
         if self.sync_every == 1 and self.outer != OuterConfig():
             raise ConfigError(
-                "hf_zero config: `comm.outer` is of outer steps, and with `comm.sync_every: 1` there are none. Set "
-                "`comm.sync_every` to 16, say, or leave it out."
+                "hf_zero config: `comm.outer` configures outer steps, and `comm.sync_every: 1` has none. Set `comm.sync_every` "
+                "to 16, for example, or remove `comm.outer`."
             )
         if self.sync_every > 1 and self.gradients != "none":
             raise ConfigError(
-                f"hf_zero config: `comm.gradients: {self.gradients}` with `comm.sync_every: {self.sync_every}`: gradients stay "
-                "inside a shard group then, where links are fast. Leave one of them out."
+                f"hf_zero config: `comm.gradients: {self.gradients}` cannot be combined with `comm.sync_every: "
+                f"{self.sync_every}`: gradients then stay inside a shard group, where links are fast. Remove one of the two."
             )
 
     @property
@@ -229,7 +231,7 @@ class CheckpointConfig:
         path_of_folder("checkpoint.on_signal", self.on_signal)
         if self.on_signal not in ("none", AUTO) and "{step}" not in self.on_signal:
             raise refuse(
-                "checkpoint.on_signal", self.on_signal, "none, auto, the path of a folder that has {step} in it"
+                "checkpoint.on_signal", self.on_signal, "none, auto, or the path of a folder with {step} in the path"
             )
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
@@ -429,13 +431,13 @@ class ZeroConfig:
             value = getattr(self.offload, name)
             if self.rounding == "stochastic" and value != "none":
                 raise ConfigError(
-                    f"hf_zero config: `rounding: stochastic` keeps no master that `offload.{name}: {value}` could move, or make "
-                    f"parameters of. Leave `rounding` at nearest, or `offload.{name}` at none."
+                    f"hf_zero config: `rounding: stochastic` keeps no master for `offload.{name}: {value}` to offload. Leave "
+                    f"`rounding` at nearest, or `offload.{name}` at none."
                 )
         if self.rounding == "stochastic" and self.comm.weights != "none":
             raise ConfigError(
-                f"hf_zero config: `comm.weights: {self.comm.weights}` rounds what masters hold, and `rounding: stochastic` keeps "
-                "none. Leave one of the two out."
+                f"hf_zero config: `comm.weights: {self.comm.weights}` rounds values of fp32 masters, but `rounding: "
+                "stochastic` keeps no masters. Remove one of the two."
             )
         one_of("kernels", self.kernels, (AUTO, "always", "never"))
         self._check_report()
@@ -455,7 +457,7 @@ class ZeroConfig:
         if isinstance(self.report, bool):
             return
         if type(self.report) is str and self.report.strip().lower() in _SWITCHES:
-            raise refuse("report", self.report, "true and false without quotes, or the path of a folder")
+            raise refuse("report", self.report, "true or false without quotes, or the path of a folder")
         path_of_folder("report", self.report)
 
     def _check_out_of_memory(self) -> None:
@@ -464,28 +466,32 @@ class ZeroConfig:
             "comm.gradients": (
                 self.comm.gradients,
                 "none",
-                "what quantizing has kept of earlier gradients would be lost",
+                "quantization errors of earlier gradients would be lost",
             ),
-            "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
+            "comm.sync_every": (
+                self.comm.sync_every,
+                1,
+                "groups of ranks that step separately would not halve together",
+            ),
         }
         if self.out_of_memory == "halve" and self.stage == 3:
             raise ConfigError(
-                "hf_zero config: `out_of_memory: halve` does not go with `stage: 3`: the other ranks wait in gathers for the "
-                "rank that has failed. Set `stage: 2`, or use activation checkpointing."
+                "hf_zero config: `out_of_memory: halve` cannot be combined with `stage: 3`: the other ranks wait in gathers "
+                "for the rank that failed. Set `stage: 2`, or use activation checkpointing."
             )
         for name, (value, without, reason) in hindrances.items():
             if self.out_of_memory == "halve" and value != without:
                 raise ConfigError(
-                    f"hf_zero config: `out_of_memory: halve` does not go with `{name}: {value}`: {reason}. Leave one of the two "
-                    "out."
+                    f"hf_zero config: `out_of_memory: halve` cannot be combined with `{name}: {value}`: {reason}. Remove one "
+                    "of the two."
                 )
 
     def _check_nonfinite(self) -> None:
         one_of("nonfinite", self.nonfinite, ("stop", "skip", "ignore"))
         if self.nonfinite == "skip" and self.comm.sync_every > 1:
             raise ConfigError(
-                f"hf_zero config: `nonfinite: skip` does not go with `comm.sync_every: {self.comm.sync_every}`: groups of ranks "
-                "that step apart would not skip together. Leave one of the two out."
+                f"hf_zero config: `nonfinite: skip` cannot be combined with `comm.sync_every: {self.comm.sync_every}`: groups "
+                "of ranks that step separately would not skip together. Remove one of the two."
             )
 
     def _check_as_any_stage(self) -> None:
@@ -500,41 +506,42 @@ class ZeroConfig:
         one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))
         if self.gather_dtype != AUTO and self.param_dtype not in (AUTO, "float32"):
             raise ConfigError(
-                f"hf_zero config: `gather_dtype: {self.gather_dtype}` is for float32 parameters, and `param_dtype: "
-                f"{self.param_dtype}` leaves none. Leave one of the two out."
+                f"hf_zero config: `gather_dtype: {self.gather_dtype}` needs float32 parameters, but `param_dtype: "
+                f"{self.param_dtype}` leaves none. Remove one of the two."
             )
 
     def _refuse_settings_of_stage_3(self) -> None:
         for field_ in dataclasses.fields(self):
             if field_.metadata.get("stage") == 3 and self.stage < 3 and getattr(self, field_.name) != field_.default:
                 raise ConfigError(
-                    f"hf_zero config: `{field_.name}` is of stage 3, where parameters are sharded (stage is {self.stage}). Set "
-                    "`stage: 3` or leave it out."
+                    f"hf_zero config: `{field_.name}` needs stage 3, which shards parameters (stage is {self.stage}). Set "
+                    "`stage: 3`, or remove it."
                 )
         if self.offload.moves_params and self.stage < 3:
             raise ConfigError(
-                f"hf_zero config: `offload.params: {self.offload.params}` is of stage 3, and `stage` is "
-                f"{self.stage}, where parameters stay whole on the training device. Set `stage: 3`, or leave it out; "
-                "`offload.optimizer` moves state at every stage."
+                f"hf_zero config: `offload.params: {self.offload.params}` needs stage 3, but `stage` is {self.stage}, which "
+                "keeps whole parameters on the training device. Set `stage: 3`, or remove it; `offload.optimizer` works at "
+                "every stage."
             )
 
     def _refuse_settings_of_shards(self) -> None:
         if self.stage == 0 and self.comm.shard_group_size != AUTO:
             raise ConfigError(
-                f"hf_zero config: `comm.shard_group_size: {self.comm.shard_group_size}` is of stages 1 to 3: stage 0 "
-                "shards nothing. Set `stage: 1`, or leave it at auto."
+                f"hf_zero config: `comm.shard_group_size: {self.comm.shard_group_size}` needs stages 1 to 3: stage 0 shards "
+                "nothing. Set `stage: 1`, or leave it at auto."
             )
         if self.comm.secondary_shard != "none" and (self.stage < 3 or self.reshard_after_forward is False):
             raise ConfigError(
-                f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` is for the backward's gathers of stage 3, "
-                f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it out."
+                f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` needs the gathers of stage 3 in "
+                f"backward, but there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). "
+                "Remove it."
             )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)
             if self.stage == 0 and value != "none":
                 raise ConfigError(
-                    f"hf_zero config: `comm.{name}: {value}` is of stages 1 to 3, where {name} travel by shards (stage is "
-                    "0, which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
+                    f"hf_zero config: `comm.{name}: {value}` needs stages 1 to 3, which send shards of {name} (stage is 0, "
+                    "which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
                 )
 
     def _refuse_settings_beside_outer_steps(self) -> None:
@@ -547,8 +554,8 @@ class ZeroConfig:
             others["param_dtype"] = self.param_dtype
         for name, value in others.items():
             raise ConfigError(
-                f"hf_zero config: `{name}: {value}` does not go with `comm.sync_every: {self.comm.sync_every}`: outer steps need "
-                "each rank's masters as its last step left them, in all groups at the same step. Leave one of the two out."
+                f"hf_zero config: `{name}: {value}` cannot be combined with `comm.sync_every: {self.comm.sync_every}`: outer "
+                "steps need the current masters of all groups at the same step. Remove one of the two."
             )
 
     @property
@@ -681,7 +688,7 @@ def _meant(text: str) -> str:
     text = text.lower()
     found = re.fullmatch(r"(?:zero|stage|z)?[-_ ]?([0-3])", text)
     stage = (_SPELLED | _OF_FSDP).get(text, found[1] if found else None)
-    return "" if stage is None else f". For stage {stage} say {stage}"
+    return "" if stage is None else f". For stage {stage}, write {stage}"
 
 
 def _names(kind: type) -> list[str]:

@@ -29,7 +29,7 @@ def disk(folder: Path) -> Iterator[Finding]:
         finally:
             path.unlink(missing_ok=True)
     except OSError as error:
-        yield bad(subject, f"cannot be written: {error}", "Give a folder that this user may write to: --folder.")
+        yield bad(subject, f"cannot be written: {error}", "Pass a folder that this user can write to: --folder.")
         return
     said = f"writes {write_mb:,.0f} MB/s, reads {read_mb:,.0f} MB/s ({way})"
     if min(write_mb, read_mb) < _SLOW_MB:

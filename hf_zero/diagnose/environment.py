@@ -30,11 +30,14 @@ _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_PROTO": (("LL", "LL128", "Simple"), "one protocol is used for all sizes: LL has half the bandwidth"),
     "NCCL_ALGO": (("Ring", "Tree"), "one algorithm is used for all sizes"),
     "NCCL_DEBUG": (("INFO", "TRACE"), "each collective is logged"),
-    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "each collective is preceded by another one that compares it"),
-    "CUDA_LAUNCH_BLOCKING": ((), "the host waits for every kernel, so that nothing overlaps"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (("1",), "all streams share one queue, so that collectives wait for kernels"),
-    "TORCH_NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so that nothing overlaps"),
-    "NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so that nothing overlaps"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        ("DETAIL",),
+        "each collective is preceded by a second one that compares the ranks' calls",
+    ),
+    "CUDA_LAUNCH_BLOCKING": ((), "the host waits for every kernel, so nothing overlaps"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (("1",), "all streams share one queue, so collectives wait for kernels"),
+    "TORCH_NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so nothing overlaps"),
+    "NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so nothing overlaps"),
 }
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -54,7 +57,7 @@ def _other_engines() -> Iterator[Finding]:
     asked = [variable for variable in _ENGINES if os.environ.get(variable, "").lower() in _YES]
     for variable in asked:
         advice = f"Two engines cannot own one model: unset {variable} (a flag or config file of accelerate sets it)."
-        yield bad("another engine", f"{variable} asks for {_ENGINES[variable]}", advice)
+        yield bad("another engine", f"{variable} enables {_ENGINES[variable]}", advice)
     sizes = {variable: os.environ.get(variable, "") for variable in _AXES}
     if os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1") != "1":
         # Under this name, accelerate counts the ranks sharing a sequence, and state is sharded over all of them.
@@ -63,12 +66,12 @@ def _other_engines() -> Iterator[Finding]:
     if split and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
         asked += split
         advice = (
-            "accelerate would split the model or its batches in a way of its own: leave --use_parallelism_config out. "
-            "ZeroPlugin(tp_size=...) is of models that tensor parallelism has split."
+            "accelerate would split the model or its batches itself: remove --use_parallelism_config. ZeroPlugin(tp_size=...) "
+            "is for models that tensor parallelism has split."
         )
         yield bad("another engine", ", ".join(f"{variable} is {size}" for variable, size in split.items()), advice)
     if not asked:
-        yield good("another engine", "none is asked for by accelerate's variables")
+        yield good("another engine", "none is enabled by accelerate's variables")
 
 
 def default_config_file() -> Path:
@@ -87,14 +90,17 @@ def _default_config() -> Finding:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         return bad(
-            subject, f"{path} cannot be read: {error}", "Write it anew with `accelerate config`, or move it away."
+            subject,
+            f"{path} cannot be read: {error}",
+            "Rewrite it with `accelerate config`, or move it to another folder.",
         )
     settings: Mapping = found if isinstance(found, Mapping) else {}
     kind = str(settings.get("distributed_type", "NO"))
     engine = _KINDS.get(kind) or next((name for key, name in _SECTIONS.items() if settings.get(key)), None)
     if engine is not None:
         advice = (
-            "Every `accelerate launch` takes it: pass --config_file with one of hf_zero's, or `accelerate config` anew."
+            "Every `accelerate launch` reads this file: pass --config_file with one of hf_zero's, or run `accelerate config` "
+            "again."
         )
         return bad(subject, f"{path} turns {engine} on", advice)
     if settings.get("use_cpu") and torch.cuda.is_available():
@@ -102,9 +108,7 @@ def _default_config() -> Finding:
     count = settings.get("num_processes")
     if isinstance(count, int) and torch.cuda.is_available() and count > torch.cuda.device_count() * _machines(settings):
         advice = "Set num_processes to the number of GPUs, or pass --num_processes."
-        return bad(
-            subject, f"{path} asks for {count} processes, and there are {torch.cuda.device_count()} GPUs", advice
-        )
+        return bad(subject, f"{path} sets {count} processes, but there are {torch.cuda.device_count()} GPUs", advice)
     return good(subject, f"{path}: {kind}, {count} processes")
 
 
@@ -120,17 +124,17 @@ def _cpu() -> Finding:
             return bad(
                 "training on the CPU", "ACCELERATE_USE_CPU is set and there are GPUs", "unset ACCELERATE_USE_CPU"
             )
-        return good("training on the CPU", "not asked for")
+        return good("training on the CPU", "not set")
     if asks:
         return good("training on the CPU", "ACCELERATE_USE_CPU is set")
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        advice = "Without it accelerate tells each rank that it is alone: export ACCELERATE_USE_CPU=true."
+        advice = "Without it, accelerate runs each rank as a separate one-process job: export ACCELERATE_USE_CPU=true."
         return bad(
             "training on the CPU", f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without ACCELERATE_USE_CPU", advice
         )
     advice = (
-        "Several ranks on the CPU find each other only with ACCELERATE_USE_CPU=true, started by torchrun or `accelerate launch "
-        "--multi_gpu`; `accelerate launch --cpu --num_processes N` starts one process."
+        "Ranks on the CPU form one job only if ACCELERATE_USE_CPU=true is set and torchrun or `accelerate launch --multi_gpu` "
+        "starts them; `accelerate launch --cpu --num_processes N` starts one process."
     )
     return hint("training on the CPU", "no GPU, and ACCELERATE_USE_CPU is not set", advice)
 
@@ -157,7 +161,7 @@ def _own_config() -> Finding:
         return bad(
             "HF_ZERO_CONFIG",
             f"{value!r}: {error}",
-            "Set it to a stage or to a YAML file that is there, or unset it.",
+            "Set it to a stage or to an existing YAML file, or unset it.",
         )
     return good("HF_ZERO_CONFIG", f"{value}: stage {config.stage}")
 
@@ -185,7 +189,7 @@ def _interfaces() -> Iterator[Finding]:
             continue
         wanted = [name.strip() for name in value.removeprefix("=").split(",")]
         if not any(name.startswith(each) for each in wanted for name in there):
-            advice = f"Ranks would not find each other: choose from {', '.join(there)}, or unset {variable}."
+            advice = f"Ranks could not connect: choose from {', '.join(there)}, or unset {variable}."
             yield bad(variable, f"{value}: there is no such network interface", advice)
         else:
             yield good(variable, value)

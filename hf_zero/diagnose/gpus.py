@@ -20,11 +20,13 @@ def devices() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     kind, others = accelerators()
     if kind not in ("cpu", "cuda"):
-        advice = "hf_zero has run on NVIDIA GPUs and CPUs only: compare the first losses with `--zero 0`."
+        advice = "hf_zero has run on NVIDIA GPUs and CPUs only: compare the first losses with those of `--zero 0`."
         yield hint(f"{kind} devices", str(others), advice)
     if torch.version.hip is not None:
         yield hint(
-            "ROCm", torch.version.hip, "hf_zero has not run on AMD GPUs: compare the first losses with `--zero 0`."
+            "ROCm",
+            torch.version.hip,
+            "hf_zero has not run on AMD GPUs: compare the first losses with those of `--zero 0`.",
         )
     if not torch.cuda.is_available():
         if count:
@@ -41,7 +43,10 @@ def devices() -> Iterator[Finding]:
     names = [torch.cuda.get_device_properties(index) for index in range(count)]
     listed = ", ".join(f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in names)
     if len({(each.name, each.total_memory) for each in names}) > 1:
-        advice = "The slowest and the smallest one set the pace. Choose equal ones by CUDA_VISIBLE_DEVICES."
+        advice = (
+            "The slowest GPU sets the speed, and the smallest one the memory limit. Choose equal GPUs with "
+            "CUDA_VISIBLE_DEVICES."
+        )
         yield hint("GPUs", f"{count} that differ: {listed}", advice)
     else:
         yield good("GPUs", f"{count}: {listed}")
@@ -88,7 +93,7 @@ def _pinned() -> Finding:
     torch.cuda.synchronize()
     gb = 4 * _PINNED_BYTES / (time.perf_counter() - began_s) / 1e9
     if gb < _SLOW_GB:
-        advice = "The GPU has few PCIe lanes: look at `nvidia-smi -q -d PCI`. Offload will be slow."
+        advice = "The GPU has few PCIe lanes: check `nvidia-smi -q -d PCI`. Offload will be slow."
         return hint("pinned memory", f"{gb:.1f} GB/s to the GPU", advice)
     return good("pinned memory", f"{gb:.1f} GB/s to the GPU")
 

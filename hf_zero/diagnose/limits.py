@@ -28,9 +28,7 @@ def shared_memory(path: str) -> Finding:
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
     if free < _LEAST_SHM:
-        advice = (
-            "DataLoader workers and NCCL end with bus errors when it is full: docker run --shm-size=8g, or --ipc=host."
-        )
+        advice = "DataLoader workers and NCCL crash with bus errors when it is full: docker run --shm-size=8g, or --ipc=host."
         return bad(path, f"{free / 2**20:.0f} MiB free", advice)
     return good(path, f"{free / 2**30:.1f} GiB free")
 
@@ -62,6 +60,6 @@ def _own_name() -> Finding:
         return good("host name", f"{name} is {socket.gethostbyname(name)}")
     except OSError as error:
         advice = (
-            "gloo looks its own address up by this name: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo (one host)."
+            "gloo looks up its own address by this name: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo (one host)."
         )
         return bad("host name", f"{name} has no address: {error}", advice)

@@ -52,7 +52,9 @@ def links(processes: int | None, tp_size: int = 1) -> Iterator[Finding]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = processes or (gpus if gpus > 1 else 2 * tp_size)
     if count % tp_size:
-        raise ConfigError(f"hf_zero: tp_size is {tp_size}, which does not divide the {count} ranks of the links.")
+        raise ConfigError(
+            f"hf_zero: tp_size is {tp_size}, which does not divide the {count} ranks that measure the links."
+        )
     backend = "nccl" if gpus >= count > 1 else "gloo"
     where = f"{count} ranks, {backend}" + ("" if backend == "nccl" else " on the CPU")
     found = _measured(count, backend, tp_size)
@@ -65,12 +67,12 @@ def links(processes: int | None, tp_size: int = 1) -> Iterator[Finding]:
         yield from _speeds(found["tp"], f"inside a copy of {tp_size}, {where}")
     yield from placement(found["tp"], found["dp"])
     if found["wrong"]:
-        advice = f"Values arrive wrong. Do not train over this transport. {_detour(count, backend, tp_size)}"
+        advice = f"The ranks receive wrong values. Do not train over this transport. {_detour(count, backend, tp_size)}"
         yield bad("the engine's collectives", f"wrong results: {', '.join(found['wrong'])}", advice)
     elif found["dp"] is None:
-        yield absent("the engine's collectives", "one copy of the model, which sends nothing to others")
+        yield absent("the engine's collectives", "only one copy of the model, so nothing is sent between copies")
     else:
-        yield good("the engine's collectives", "reduce-scatter, all-gather, all-to-all, broadcast, agreements: right")
+        yield good("the engine's collectives", "reduce-scatter, all-gather, all-to-all, broadcast, agreements: correct")
     if backend == "nccl" and not found["wrong"]:
         yield from _detours(count, tp_size)
 
@@ -105,7 +107,7 @@ def _measured(
         error = _run(Path(folder), count, backend, tp_size, variables or {})
         result = Path(folder, "found.json")
         if error is not None or not result.exists():
-            return error or "the ranks brought no result"
+            return error or "the ranks wrote no result"
         return json.loads(result.read_text())
 
 
@@ -122,7 +124,7 @@ def _detours(count: int, tp_size: int) -> Iterator[Finding]:
         found = _measured(count, "nccl", tp_size, variables=variables)
         subject = f"all-reduce over {name}"
         if isinstance(found, str):
-            yield hint(subject, found, "Only a detour: the usual transport works.")
+            yield hint(subject, found, "Only the fallback failed: the usual transport works.")
         elif found["dp"] is not None:
             yield good(subject, f"{found['dp']['all_reduce_gb']:.2f} GB/s")
 
@@ -132,9 +134,11 @@ def placement(inside: dict[str, float] | None, between: dict[str, float] | None)
     if inside is None or between is None:
         return
     subject, ratio = "tensor parallel ranks", inside["all_reduce_gb"] / between["all_reduce_gb"]
-    value = f"all-reduce inside a copy has {ratio:.1f} times the bytes a second of that between copies"
+    value = f"all-reduce inside a copy is {ratio:.1f} times as fast as between copies"
     if ratio < _SLOWER:
-        advice = "Order the GPUs by CUDA_VISIBLE_DEVICES so that those of a copy are neighbors on the fastest links."
+        advice = (
+            "Order the GPUs with CUDA_VISIBLE_DEVICES so that the GPUs of one copy are neighbors on the fastest links."
+        )
         yield hint(subject, value, advice)
     else:
         yield good(subject, value)

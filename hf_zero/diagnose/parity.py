@@ -496,8 +496,8 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise ValueError(
-            f"hf_zero parity: {type(model).__name__} returned {type(output).__name__} without a loss. Give `loss`, a function of "
-            "the model and a batch."
+            f"hf_zero parity: {type(model).__name__} returned {type(output).__name__} without a loss. Pass `loss`, a function "
+            "of the model and a batch."
         )
     return found
 

@@ -140,32 +140,38 @@ def _of_the_run(facts: Facts, config: ZeroConfig, stock: Recording) -> Iterator[
     accumulation = max((len(step) for step in stock.losses[0]), default=1) if stock.losses else 1
     if stock.facts is not None and stock.facts.world_size != facts.world_size:
         yield Reason(
-            text=f"{facts.world_size // stock.facts.world_size} ranks compute a sequence: its tokens are added in another order",
+            text=(
+                f"{facts.world_size // stock.facts.world_size} ranks compute a sequence: its tokens are added in a different "
+                "order"
+            ),
             tolerance=ROUNDING,
         )
     if facts.world_size > 2:
         yield Reason(
-            text=f"{facts.world_size} ranks: gradients of more than two are added in another order", tolerance=ROUNDING
+            text=f"{facts.world_size} ranks: gradients of more than two are added in a different order",
+            tolerance=ROUNDING,
         )
     if facts.world_size > 1 and accumulation > 1 and not config.accumulates_locally:
         yield Reason(
-            text=f"`grad_accumulation: sharded` reduces each of {accumulation} micro-batches; DDP adds them up first "
-            "(`grad_accumulation: local` does so too)",
+            text=(
+                f"`grad_accumulation: sharded` reduces each of {accumulation} micro-batches; DDP adds the micro-batches first "
+                "(so does `grad_accumulation: local`)"
+            ),
             tolerance=ROUNDING,
         )
     if any(norm is not None for norm in stock.norms):
         yield Reason(
-            text="gradients were clipped, by a norm whose squares are added in another order", tolerance=ROUNDING
+            text="gradients were clipped by a norm that adds its squares in a different order", tolerance=ROUNDING
         )
     sixteen = [dtype for dtype in facts.dtypes if dtype in ("bfloat16", "float16")]
     if sixteen:
         yield Reason(
-            text=f"{' and '.join(sixteen)} parameters are trained through a float32 master, and DDP steps them as they are",
+            text=f"{' and '.join(sixteen)} parameters are stepped through a float32 master, while DDP steps them directly",
             tolerance=HALF_DIGITS,
         )
     if facts.device != "cpu":
         yield Reason(
-            text=f"operations on {facts.device} may add in another order each time (torch.use_deterministic_algorithms)",
+            text=f"operations on {facts.device} may add in a different order each time (torch.use_deterministic_algorithms)",
             tolerance=ROUNDING,
         )
 
@@ -178,10 +184,10 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
     if config.gather_dtype == "bfloat16":
         yield Reason(text="`gather_dtype: bfloat16` computes with rounded parameters", tolerance=HALF_DIGITS)
     if uses_kernels(config.kernels, torch.device(facts.device)):
-        yield Reason(text=f"`kernels: {config.kernels}` add in another order than torch", tolerance=ROUNDING)
+        yield Reason(text=f"`kernels: {config.kernels}` adds in a different order than torch", tolerance=ROUNDING)
     if offload.moves_state and facts.device != "cpu":
         yield Reason(
-            text=f"`offload.optimizer: {offload.optimizer}` may step on the host, whose arithmetic rounds otherwise",
+            text=f"`offload.optimizer: {offload.optimizer}` may step on the host, which rounds differently",
             tolerance=ROUNDING,
         )
     inexact: dict[str, tuple[str | int, str | int]] = {
@@ -293,13 +299,13 @@ class ParityReport:
             )
         if self.repeats is False:
             lines.append(
-                "The run without the engine is not equal to itself when it is run again: random numbers that are not seeded, or "
-                "operations that add in another order each time."
+                "Two runs without the engine differ: random numbers are not seeded, or operations add in a different order "
+                "each time."
             )
         if self.reasons:
-            lines.append(f"Equal bits are not to be expected: {'; '.join(self.reasons)}.")
+            lines.append(f"Equal bits are not expected: {'; '.join(self.reasons)}.")
         else:
-            lines.append("Equal bits are to be expected: nothing in this set-up adds or rounds otherwise than DDP.")
+            lines.append("Equal bits are expected: this set-up adds and rounds as DDP does.")
         return lines
 
 
@@ -348,20 +354,22 @@ def _refuse_unlike(stock: Recording, engine: Recording) -> None:
         raise ParityError(f"hf_zero parity: the {which} took no optimizer step, so there is nothing to compare.")
     if stock.facts.config is not None:
         raise ParityError(
-            "hf_zero parity: the run that was to be without hf_zero has an engine. Leave `--zero`, ZeroPlugin and HF_ZERO_CONFIG "
-            "out of the script and its arguments: parity adds the engine itself."
+            "hf_zero parity: the run without hf_zero has an engine. Remove `--zero`, ZeroPlugin and HF_ZERO_CONFIG from the "
+            "script and its arguments: parity adds the engine itself."
         )
     if engine.facts.config is None:
-        raise ParityError("hf_zero parity: the run that was to be with hf_zero has no engine on its optimizer.")
+        raise ParityError("hf_zero parity: the run with hf_zero has no engine on its optimizer.")
     if set(stock.facts.order) != set(engine.facts.order):
         odd = sorted(set(stock.facts.order) ^ set(engine.facts.order))
-        raise ParityError(f"hf_zero parity: the runs train other parameters, {len(odd)} of them (first: {odd[0]!r}).")
+        raise ParityError(
+            f"hf_zero parity: the two runs train different parameters: {len(odd)} are in only one of them (first: {odd[0]!r})."
+        )
     shapes = [(len(r.losses), [[len(step) for step in rank[: r.steps]] for rank in r.losses]) for r in (stock, engine)]
     if stock.steps != engine.steps or shapes[0] != shapes[1]:
         raise ParityError(
-            f"hf_zero parity: the runs went other ways: {stock.steps} and {engine.steps} optimizer steps, with "
-            f"{shapes[0][1]} and {shapes[1][1]} backwards in each step by rank. Seed the script, and let it stop by "
-            "steps, not by its loss."
+            f"hf_zero parity: the runs took different steps: {stock.steps} and {engine.steps} optimizer steps, with "
+            f"{shapes[0][1]} and {shapes[1][1]} backwards in each step by rank. Seed the script, and stop it by steps, not "
+            "by its loss."
         )
 
 

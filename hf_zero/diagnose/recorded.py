@@ -77,7 +77,7 @@ def parity_of_script(
         if status:
             which = "without" if "--stock" in options else "with"
             raise ParityError(
-                f"hf_zero parity: the run {which} the engine ended with status {status}; what it said stands above."
+                f"hf_zero parity: the run {which} the engine ended with status {status}; its output is above."
             )
         return Recording(folder, every=in_sequences or 1)
 
@@ -127,9 +127,9 @@ def recording(folder: Path, steps: int) -> Iterator[None]:
         found = list(dict.fromkeys(a.unwrap_model(model, keep_torch_compile=False) for a, model in prepared))
         for model in filter(is_split, found):
             raise ParityError(
-                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), and a "
-                "script is compared with DDP, which holds whole models. Call hf_zero.parity(model, batches, config) "
-                "in a script under torchrun."
+                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), but a script is "
+                "compared with DDP, which needs whole models. Call hf_zero.parity(model, batches, config) in a script under "
+                "torchrun."
             )
         return found
 

@@ -173,17 +173,21 @@ class Rescue:
         everyone = self._engine.world.exchange(mine)
         if 0 in everyone or max(everyone) <= self.parts:
             self._taken = []
-            why = "its tensors do not have the same number of rows" if 0 in everyone else "it is down to single rows"
+            why = (
+                "its tensors do not have the same number of rows"
+                if 0 in everyone
+                else "its parts are single rows already"
+            )
             raise torch.OutOfMemoryError(
                 f"hf_zero: a micro-batch ran out of memory. It cannot be halved: {why}. Use activation checkpointing, "
-                f"`offload`, or shorter rows. What ran out: {reason}"
+                f"`offload`, or shorter rows. The original error: {reason}"
             )
         self.parts *= 2
         if self._engine.world_groups.rank == 0:
             _log.warning(
-                "hf_zero: a micro-batch of %d rows ran out of memory (%s). The step is taken again, and from now on each "
-                "micro-batch in %d parts: the same sums, except for dropout, which draws other numbers, and batch norm, whose "
-                "statistics are those of each part.",
+                "hf_zero: a micro-batch of %d rows ran out of memory (%s). The step is repeated, and from now on each "
+                "micro-batch runs in %d parts. The sums are the same, except that dropout draws different numbers and batch "
+                "norm uses the statistics of each part.",
                 max(everyone),
                 reason.partition("\n")[0][:200],
                 self.parts,

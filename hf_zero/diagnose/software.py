@@ -31,9 +31,7 @@ def versions() -> Iterator[Finding]:
     for name, least in OLDEST.items():
         yield library(name, least)
     if not is_older(torch.__version__, (_NEWEST_TORCH[0], _NEWEST_TORCH[1] + 1)):
-        advice = (
-            f"The newest release tested with hf_zero is {in_words(_NEWEST_TORCH)}: compare losses by `hf-zero parity`."
-        )
+        advice = f"The newest release tested with hf_zero is {in_words(_NEWEST_TORCH)}: compare losses with `hf-zero parity`."
         yield hint("newest torch", torch.__version__, advice)
     yield _optional("triton")
     yield _nccl()
@@ -68,7 +66,9 @@ def _nccl() -> Finding:
         return absent("NCCL", "no GPU")
     if not torch.distributed.is_nccl_available():
         return bad(
-            "NCCL", "this torch is built without it", "Install torch's own CUDA build: ranks on GPUs talk by NCCL."
+            "NCCL",
+            "this torch is built without it",
+            "Install torch's own CUDA build: ranks on GPUs communicate through NCCL.",
         )
     return good("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
@@ -84,13 +84,13 @@ def driver() -> Finding:
             "driver", f"nvidia-smi does not answer: {error}", "The driver hangs or is broken: restart the machine."
         )
     if said.returncode != 0:
-        return bad("driver", said.stdout.strip() or said.stderr.strip(), "Mend or reinstall NVIDIA's driver.")
+        return bad("driver", said.stdout.strip() or said.stderr.strip(), "Repair or reinstall NVIDIA's driver.")
     found = said.stdout.strip().partition("\n")[0]
     if torch.version.cuda is None:
-        advice = "pip install torch from the CUDA index that pytorch.org names: this one trains on the CPU only."
+        advice = "pip install torch from the CUDA index that pytorch.org names: this build trains on the CPU only."
         return bad("driver", f"{found}, and torch is built without CUDA", advice)
     if not torch.cuda.is_available():
-        advice = f"torch is built for CUDA {torch.version.cuda}: update the driver, and look at CUDA_VISIBLE_DEVICES."
+        advice = f"torch is built for CUDA {torch.version.cuda}: update the driver, and check CUDA_VISIBLE_DEVICES."
         return bad("driver", f"{found}, and torch sees no GPU", advice)
     return good("driver", found)
 
@@ -109,7 +109,7 @@ def compiler() -> Iterator[Finding]:
     wanted = os.environ.get("CC")
     found = shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
-        value = f"CC is {wanted!r}, which is not there" if wanted else "none of " + ", ".join(_COMPILERS)
+        value = f"CC is {wanted!r}, which was not found" if wanted else "none of " + ", ".join(_COMPILERS)
         yield fault(
             "C compiler for Triton", value, "apt-get install gcc, or set CC to a compiler; or `kernels: never`."
         )
@@ -120,7 +120,7 @@ def compiler() -> Iterator[Finding]:
         yield good("Python headers for Triton", str(header))
     else:
         advice = "apt-get install python3-dev (of this Python's version); or `kernels: never`."
-        yield fault("Python headers for Triton", f"{header} is not there", advice)
+        yield fault("Python headers for Triton", f"{header} was not found", advice)
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if _can_write_below(cache):
         yield good("Triton's cache", str(cache))

@@ -82,7 +82,7 @@ def describe(
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
-    facts["scales beside packed weights"] = hashlib.sha256(repr(shapes_beside(model)).encode()).hexdigest()[:16]
+    facts["scales of packed weights"] = hashlib.sha256(repr(shapes_beside(model)).encode()).hexdigest()[:16]
     for index, optimizer in enumerate(optimizers):
         sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
@@ -113,8 +113,8 @@ def refuse_disagreement(facts: dict[str, str], exchange: Exchange) -> None:
     difference = first_difference(exchange, facts)
     if difference is not None:
         raise ValueError(
-            f"hf_zero: the ranks do not train the same thing. {difference}. Build model, optimizer and config the same way on "
-            "every rank (seed, config, data and settings)."
+            f"hf_zero: the ranks do not train the same model with the same settings. {difference}. Build model, optimizer and "
+            "config the same way on every rank (seed, config, data and settings)."
         )
 
 
@@ -132,12 +132,10 @@ def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transpo
         return config
     rank, fault = found[0]
     what = f"triton cannot launch a kernel on rank {rank} ({fault})"
-    remedy = (
-        "Triton compiles at the first launch, with a C compiler, Python's headers (python3-dev) and a cache to write to"
-    )
+    remedy = "Triton compiles at the first launch and needs a C compiler, Python's headers (python3-dev) and a writable cache"
     if config.kernels == "always":
         raise ConfigError(f"hf_zero: `kernels: always`, but {what}. {remedy}; or use `kernels: auto`.")
     give_up_triton(device)
     if groups.is_first_of_run:
-        print(f"hf_zero: {what}; torch's operations do what kernels would. {remedy}.", file=sys.stderr, flush=True)
+        print(f"hf_zero: {what}; torch's operations replace the kernels. {remedy}.", file=sys.stderr, flush=True)
     return replace(config, kernels="never") if config.kernels == AUTO else config

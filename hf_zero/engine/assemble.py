@@ -88,12 +88,12 @@ def assemble(
     """
     if config.is_open:
         raise ConfigError(
-            "hf_zero config: `stage: auto` is chosen by accelerate's and Trainer's doors, before there is an engine. Give "
-            "ZeroEngine a stage (0, 1, 2, 3), such as `hf-zero plan` recommends."
+            "hf_zero config: `stage: auto` works only with accelerate and Trainer, which choose the stage before they build an "
+            "engine. Pass ZeroEngine a stage (0, 1, 2, 3), such as the one that `hf-zero plan` recommends."
         )
     if config.report:
         raise ConfigError(
-            "hf_zero config: `report` is done by accelerate's and Trainer's doors. In a loop around ZeroEngine, leave it out and "
+            "hf_zero config: `report` works only with accelerate and Trainer. In a loop around ZeroEngine, remove it and "
             'write `with hf_zero.RunRecorder(engine, "runs/first"):` around the loop.'
         )
     check_parameters(model, config)

@@ -450,16 +450,16 @@ class ZeroEngine:
         """
         if not self._parts.split.is_empty:
             raise ValueError(
-                "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
-                "model and save it before it is loaded with tp_size."
+                "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized during training. Resize "
+                "the model and save it, then load it with tp_size."
             )
         if len(self.models) > 1:
             raise ValueError(
-                f"hf_zero: the engine trains {len(self.models)} models, and resize_embeddings resizes a single one. Resize "
-                "before accelerator.prepare."
+                f"hf_zero: the engine trains {len(self.models)} models, but resize_embeddings resizes only one. Resize before "
+                "accelerator.prepare."
             )
         if not hasattr(self.model, "resize_token_embeddings"):
-            raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
+            raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings method.")
         self.sharded.gathered.meet("ZeroEngine.resize_embeddings")
         # Gather the whole state before `close` drops the shards.
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
@@ -487,20 +487,19 @@ class ZeroEngine:
         """
         if SEQUENCE_ATTRIBUTE in self.model.__dict__ or self.state.is_split:
             raise ConfigError(
-                "hf_zero: add_param_group in training needs sp_size and tp_size of 1. Add the group before accelerator.prepare."
+                "hf_zero: add_param_group during training needs sp_size and tp_size of 1. Add the group before "
+                "accelerator.prepare."
             )
         if any(self.world.exchange(self._step.gradients.are_waiting, "add_param_group")):
             raise RuntimeError(
-                "hf_zero: add_param_group was called while gradients wait for a step, and would drop them. Call it after "
+                "hf_zero: add_param_group was called while gradients wait for a step, and would discard them. Call it after "
                 "optimizer.step() and optimizer.zero_grad()."
             )
         given = group["params"]
         added = set([given] if isinstance(given, torch.Tensor) else list(given))
         group = group | {"params": [given] if isinstance(given, torch.Tensor) else list(given)}
         if not added.isdisjoint(whole_parameters(optimizer)):
-            raise ValueError(
-                "hf_zero: add_param_group was given a parameter that the optimizer has already. Leave it out."
-            )
+            raise ValueError("hf_zero: add_param_group received a parameter that the optimizer already has. Remove it.")
         slots, optimizers = list(self._parts.slot_of.values()), [sharded.optimizer for sharded in self.optimizers]
         states = {slot.parameter: on_host(self.full_state(slot.parameter)) for slot in slots}
         masters = {slot.parameter: full_master(slot, self._parts.storage) for slot in slots}

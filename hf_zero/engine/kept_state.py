@@ -52,9 +52,9 @@ def take_up_state(engine: ZeroEngine) -> None:
         # `kept` is None on all ranks or on none. Otherwise a rank would skip the exchange, and the others would hang.
         if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
             continue
-        fault = "lay in files" if kept.is_lost else None
+        fault = "was in files that no longer exist" if kept.is_lost else None
         if kept.states and kept.places != sharded.places():
-            fault = "is cut over the ranks otherwise than it would be now"
+            fault = "is sharded differently than it would be now"
         faults = [each for each in engine.world.exchange(fault) if each is not None]
         if faults:
             engine.close()
@@ -64,6 +64,6 @@ def take_up_state(engine: ZeroEngine) -> None:
 
 def _cannot_go_on(sharded: ShardedOptimizer, why: str) -> str:
     return (
-        f"hf_zero: {type(sharded.optimizer).__name__} has trained this model before, another optimizer has since, and its state "
-        f"{why}. Train with a new optimizer (a new Trainer has one), which may go on from a checkpoint."
+        f"hf_zero: {type(sharded.optimizer).__name__} trained this model earlier, then another optimizer did, and the state of "
+        f"the first one {why}. Train with a new optimizer (a new Trainer has one), which may resume from a checkpoint."
     )

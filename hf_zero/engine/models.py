@@ -74,8 +74,8 @@ def joined(
                 if not isinstance(tensor, nn.Parameter):
                     raise ValueError(
                         f"hf_zero: {type(optimizer).__name__} holds a {type(tensor).__name__} of shape {tuple(tensor.shape)} "
-                        "that is no nn.Parameter, such as a buffer with requires_grad, and DDP would leave its gradient on each "
-                        "rank. Make it an nn.Parameter."
+                        "that is not an nn.Parameter, such as a buffer with requires_grad. DDP would not reduce its gradient. "
+                        "Make it an nn.Parameter."
                     )
             if found:
                 outside[f"{_OUTSIDE}{number}].group[{group_number}]"] = found
@@ -84,8 +84,9 @@ def joined(
     if trained and not in_training and not all(p in held for p in of_models if p.requires_grad):
         kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
-            f"hf_zero: {kinds} holds {len(trained)} parameters that are not in the model (first: shape {tuple(trained[0].shape)})"
-            " and lacks some of it. Build the optimizer after resize_token_embeddings and get_peft_model, and freeze the rest."
+            f"hf_zero: {kinds} holds {len(trained)} parameters that are not in the model (first: shape "
+            f"{tuple(trained[0].shape)}) and lacks some of the model's. Build the optimizer after resize_token_embeddings and "
+            "get_peft_model, and freeze all other parameters."
         )
     return Models(models, outside) if len(models) > 1 or outside else models[0]
 

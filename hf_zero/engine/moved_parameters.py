@@ -10,29 +10,32 @@ def moved_parameter(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeEr
     """Returns the error for a parameter with a different data tensor or Parameter object."""
     was, now = slot.bucket.flat.dtype, None if held is None else held.dtype
     if held is None:
-        what = "has been taken out of its module"
-        instead = "Change the model before accelerator.prepare, or prepare model and optimizer anew."
+        what = "was removed from its module"
+        instead = "Change the model before accelerator.prepare, or prepare model and optimizer again."
     elif held.shape != slot.view.shape:
-        what = f"has shape {tuple(held.shape)} and had {tuple(slot.view.shape)}, as after resize_token_embeddings"
+        what = (
+            f"has shape {tuple(held.shape)}, but had {tuple(slot.view.shape)} when prepared, as after "
+            "resize_token_embeddings"
+        )
         instead = (
-            "Resize before accelerator.prepare, or call hf_zero.engine_of(model).resize_embeddings(num_tokens), on every rank, "
-            "in place of model.resize_token_embeddings(num_tokens)."
+            "Resize before accelerator.prepare, or call hf_zero.engine_of(model).resize_embeddings(num_tokens) on every rank "
+            "instead of model.resize_token_embeddings(num_tokens)."
         )
     elif now != was:
-        what = f"is {now} and was {was}, as after .to(), .half() or .bfloat16()"
+        what = f"is {now}, but was {was} when prepared, as after .to(), .half() or .bfloat16()"
         instead = (
-            "Cast before accelerator.prepare, or train in 16 bits by mixed_precision (bf16=True) or `param_dtype` of the hf_zero "
-            f"config. To go on in {was} with the values that it has now: hf_zero.engine_of(model).readopt(), on every rank."
+            "Cast before accelerator.prepare, or train in 16 bits by mixed_precision (bf16=True) or `param_dtype` of the "
+            f"hf_zero config. To continue in {was} with the current values, call hf_zero.engine_of(model).readopt() on every "
+            "rank."
         )
     else:
-        what = "is another Parameter or in other memory, as after load_state_dict(assign=True)"
+        what = "is a different Parameter or in different memory, as after load_state_dict(assign=True)"
         instead = (
-            "Do that before accelerator.prepare, or call hf_zero.engine_of(model).readopt(), on every rank, which takes the "
-            "values over."
+            "Do that before accelerator.prepare, or call hf_zero.engine_of(model).readopt() on every rank to adopt the new "
+            "values."
         )
     return RuntimeError(
-        f"hf_zero: {slot.name!r} {what}. It has left the engine's memory since it was prepared, so a step would not reach it. "
-        f"{instead}"
+        f"hf_zero: {slot.name!r} {what}. It is no longer in the engine's memory, so a step would not update it. {instead}"
     )
 
 
@@ -41,8 +44,8 @@ def replaced_module(path: str, was: nn.Module, now: nn.Module | None) -> Runtime
     become = "gone" if now is None else f"another {type(now).__name__}"
     return RuntimeError(
         f"hf_zero: {path!r} was a {type(was).__name__} when the model was prepared and is {become} now, as after "
-        "merge_and_unload or resize_token_embeddings: parameters that are trained are not in the model any more, so a step would "
-        "not reach it. To go on training, call hf_zero.engine_of(model).close() before the change, on every rank, and prepare "
+        "merge_and_unload or resize_token_embeddings: the trained parameters are no longer in the model, so a step would not "
+        "update it. To continue training, call hf_zero.engine_of(model).close() on every rank before the change, and prepare "
         "the changed model with a new optimizer (to resize, hf_zero.engine_of(model).resize_embeddings(num_tokens) does all of "
-        "that). Evaluation under torch.no_grad() and saving need nothing."
+        "that). Evaluation under torch.no_grad() and saving work without these calls."
     )

@@ -100,9 +100,9 @@ class ParameterPlaces:
         if is_thawed:
             thawed = next(self._name_of_frozen[parameter] for parameter in self._frozen if parameter.requires_grad)
             raise RuntimeError(
-                f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
-                "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
-                "nothing.)"
+                f"hf_zero: {thawed!r} was frozen when the model was prepared and now has requires_grad, so its gradient would "
+                "not be reduced. Prepare model and optimizer again after unfreezing. (Freezing a trained parameter needs no "
+                "call.)"
             )
 
     def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
@@ -142,9 +142,9 @@ class ParameterPlaces:
             current = module._parameters.get(name)
             if current is None or current.numel() != slot.interval.numel:
                 raise ValueError(
-                    f"hf_zero: {slot.name!r} had {slot.interval.numel} elements and has "
-                    f"{'none' if current is None else current.numel()} now. Change the model before accelerator.prepare, or "
-                    "prepare model and optimizer anew."
+                    f"hf_zero: {slot.name!r} had {slot.interval.numel} elements when it was prepared and now has "
+                    f"{'none' if current is None else current.numel()}. Change the model before accelerator.prepare, or "
+                    "prepare model and optimizer again."
                 )
             if current is not slot.parameter:
                 # Before the new data, because a parameter with hidden values refuses new data.

@@ -135,7 +135,7 @@ class CommReport:
         more = [*filter(None, [self.not_counted])]
         if self.timed_from is not None:
             more = [
-                f"Exposed ms and GB/s are of the steps after step {self.timed_from}, where they were first asked for.",
+                f"Exposed ms and GB/s cover the steps after step {self.timed_from}, when timing was first requested.",
                 *more,
             ]
         return render("Sent by this rank", columns, rows) + "".join(f"{line}\n" for line in more)

@@ -114,8 +114,8 @@ class SplitModel:
         if not any(map(_splits, (placement for part in parts.values() for placement in part.placements))):
             name = next(iter(found))
             raise ConfigError(
-                f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all "
-                "others. Load the model without a plan, or with one that splits it (tp_size, ep_size)."
+                f"hf_zero: the parameter {name!r} is a DTensor with equal values on all ranks of its mesh, as are all other "
+                "parameters. Load the model without a plan, or with one that splits it (tp_size, ep_size)."
             )
         self.copy_ranks = max((part.ranks for part in parts.values()), key=len)
         self.ranks = _together(model, parts, self.copy_ranks)
@@ -355,8 +355,8 @@ def _together(model: nn.Module, parts: Mapping[str, SplitParameter], copy: tuple
     for name, part in parts.items():
         if len(part.ranks) > 1 and set(part.ranks) not in (set(copy), set(together)):
             raise ConfigError(
-                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, and other parameters over ranks "
-                f"{list(copy)}; allowed: one set of ranks, and more for experts. Load the model with "
+                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, but other parameters over ranks {list(copy)}; "
+                "allowed: one set of ranks, and further sets for experts. Load the model with "
                 "hf_zero.parallel_config(tp_size=..., ep_size=...)."
             )
     return together
@@ -375,14 +375,14 @@ def _part_of(name: str, dtensor: Any) -> SplitParameter:
         repeats = getattr(placement, "split_factor", 1)
         box = box.split(along % dtensor.ndim, mesh.size(dim), coordinate[dim], repeats=repeats)
     if box.local_shape != tuple(dtensor.to_local().shape):
-        raise _unknown(name, dtensor, f", and has {tuple(dtensor.to_local().shape)} of {tuple(dtensor.shape)} here")
+        raise _unknown(name, dtensor, f", with local shape {tuple(dtensor.to_local().shape)} of {tuple(dtensor.shape)}")
     return SplitParameter(box=box, mesh=mesh, placements=tuple(dtensor.placements))
 
 
 def _unknown(name: str, dtensor: Any, more: str) -> ConfigError:
     return ConfigError(
-        f"hf_zero: {name!r} is a DTensor of placements {tuple(dtensor.placements)}{more}. Allowed are Shard and Replicate, as "
-        "tensor and expert parallelism of transformers make them (DistributedConfig with tp_size and ep_size)."
+        f"hf_zero: {name!r} is a DTensor of placements {tuple(dtensor.placements)}{more}. Allowed: Shard and Replicate, as "
+        "created by tensor and expert parallelism of transformers (DistributedConfig with tp_size and ep_size)."
     )
 
 
@@ -432,9 +432,9 @@ class CopyChecks:
         self._forwards += 1
         for ranks, other in differing([*args, *kwargs.values()], self._everyone, self._ranks):
             raise DifferentBatchesError(
-                f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (ranks "
-                f"{list(ranks)}) and were given different batches. Sample by engine.groups.rank of "
-                "engine.groups.world_size, or prepare the dataloader with ZeroPlugin(tp_size=...)."
+                f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (ranks {list(ranks)}) but received "
+                "different batches. Sample by engine.groups.rank of engine.groups.world_size, or prepare the dataloader with "
+                "ZeroPlugin(tp_size=...)."
             )
 
     def is_due(self, step: int, *, every: int) -> bool:
@@ -445,7 +445,7 @@ class CopyChecks:
     def compare_values(self, step: int) -> None:
         """Raises `ReplicasDivergedError` if ranks have different values of a parameter that is not split. Collective."""
         mine = self._checksums()
-        everyone = self._everyone.exchange(mine, "comparison of what is not split")
+        everyone = self._everyone.exchange(mine, "comparison of unsplit parameters")
         for ranks in dict.fromkeys(self._ranks):
             for rank in ranks[1:]:
                 first, other = everyone[ranks[0]], everyone[rank]
@@ -453,9 +453,9 @@ class CopyChecks:
                 for key in first.keys() & other.keys():
                     if first[key] != other[key]:
                         raise ReplicasDivergedError(
-                            f"hf_zero: the parameter {key[0]!r} is not split over ranks {list(ranks)}, and by step "
-                            f"{step} rank {rank} has other values than rank {ranks[0]}: its gradients differed. "
-                            "Check the model's tp_plan, and the seeds of dropout."
+                            f"hf_zero: the parameter {key[0]!r} is not split over ranks {list(ranks)}, but by step {step} rank "
+                            f"{rank} has different values than rank {ranks[0]}, because its gradients differed. Check the "
+                            "model's tp_plan, and the seeds of dropout."
                         )
 
     def _checksums(self) -> dict[tuple[str, int, int], int]:
@@ -586,8 +586,8 @@ class Mesh:
         is_alike = copies == self.dp.groups.world_size
         between = f"between the {copies} copies of the model" if is_alike else "of state and gradients"
         return (
-            f"These are hf_zero's, {between}. What ranks {list(self.split.copy_ranks)} send each other in forward and backward "
-            "as one copy (tensor or expert parallel) is the model's own and not counted."
+            f"These are hf_zero's messages, {between}. Messages of the model itself (tensor or expert parallel), between ranks "
+            f"{list(self.split.copy_ranks)} in forward and backward, are not counted."
         )
 
     @property

@@ -163,8 +163,8 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
         return value
     if value.numel() > 1 and not _is_whole(row):
         raise ValueError(
-            f"{kind} of {row.slot.name!r} is of the whole parameter, and this run's optimizer has parts of it; "
-            "resume with the optimizer that the checkpoint was made with"
+            f"{kind} of {row.slot.name!r} covers the whole parameter, but this run's optimizer has parts of it; resume with "
+            "the optimizer that the checkpoint was made with"
         )
     return value.to(row.tensor.device)
 

@@ -35,8 +35,8 @@ def find_unit_modules(model: nn.Module, names: Sequence[str] | str) -> list[tupl
     if not units and names != AUTO:
         known = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
-            f"hf_zero config: `unit_modules` is {list(names)!r}, and {type(model).__name__} has no module of such a class. "
-            f"It has: {', '.join(known)}."
+            f"hf_zero config: `unit_modules` is {list(names)!r}, but {type(model).__name__} has no module of any such class. "
+            f"Its classes: {', '.join(known)}."
         )
     return units
 

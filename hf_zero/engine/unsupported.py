@@ -21,8 +21,8 @@ from .split_model import SplitModel, is_dtensor
 _WRAPPERS = {
     "DistributedDataParallel": "DDP averages its gradients",
     "DataParallel": (
-        "DataParallel copies it to the GPUs of this one process, as Trainer does for `python train.py` where it sees several; "
-        "start a process for each GPU (torchrun, accelerate launch) or let it see one (CUDA_VISIBLE_DEVICES=0)"
+        "DataParallel copies it to the GPUs of this one process, as Trainer does for `python train.py` if several are visible; "
+        "start one process per GPU (torchrun, accelerate launch) or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"
     ),
     "FullyShardedDataParallel": "FSDP shards it",
     "FSDPModule": "FSDP (`fully_shard`) shards it",
@@ -42,8 +42,8 @@ def refuse_other_engines(model: nn.Module) -> None:
         if kinds:
             what = repr(name) if name else "the model"
             raise ConfigError(
-                f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
-                "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
+                f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one "
+                "model. Pass hf_zero the plain model (the wrapper's `module`), before anything wraps it."
             )
 
 
@@ -54,9 +54,9 @@ def refuse_second_engine(model: nn.Module) -> None:
         # Both models may share a frozen parameter that the other engine leaves whole, because it is in no bucket.
         if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
             raise ValueError(
-                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. "
-                "Close that engine on all ranks (hf_zero.engine_of(model).close()) and use a new optimizer, or use "
-                "another model."
+                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and only one engine can reduce its gradient. "
+                "Close that engine on all ranks (hf_zero.engine_of(model).close()) and use a new optimizer, or use another "
+                "model."
             )
 
 
@@ -69,41 +69,42 @@ def refuse_beside_split(
     if isinstance(model, Models):
         raise ConfigError(
             "hf_zero: a model that is split over ranks (tensor or expert parallel) is trained together with another model, or "
-            "with parameters of no model. Give each its own optimizer, or load without tp_size and ep_size."
+            "with parameters outside any model. Give each its own optimizer, or load without tp_size and ep_size."
         )
     if config.comm.sync_every > 1:
         raise ConfigError(
-            f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, and the model is split over ranks (tensor or expert "
-            "parallel), all of which take each step together. Leave `comm.sync_every` at 1."
+            f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, but the model is split over ranks (tensor or "
+            "expert parallel), which must take each step together. Leave `comm.sync_every` at 1."
         )
     if split.experts:
         _refuse_beside_experts(config)
     if config.out_of_memory == "halve":
         raise ConfigError(
-            "hf_zero config: `out_of_memory: halve` does not go with a model that is split over ranks (tensor or "
-            "expert parallel), whose other ranks would wait for the failed one. Leave `out_of_memory` at stop."
+            "hf_zero config: `out_of_memory: halve` cannot be combined with a model that is split over ranks (tensor or expert "
+            "parallel): the other ranks would wait for the failed one. Leave `out_of_memory` at stop."
         )
     for optimizer in optimizers:
         if find_scope(optimizer).scope in (UpdateScope.PARAMETER, UpdateScope.MODEL):
             raise ConfigError(
-                f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its "
-                "parameter is, and this split model has only parts of parameters. Use AdamW, SGD, Lion, ..., or "
-                "load without tp_size and ep_size."
+                f"hf_zero: the optimizer {type(optimizer).__name__} needs whole parameters for its update, but in this split "
+                "model each rank has only parts of them. Use AdamW, SGD, Lion, ..., or load without tp_size and ep_size."
             )
 
 
 def _refuse_beside_experts(config: ZeroConfig) -> None:
     """The same for experts that are split over more ranks than compute a batch together."""
-    apart = "experts are split over more ranks than the rest of the model (ep_size above tp_size), and have groups of their own"
+    apart = (
+        "experts are split over more ranks than the rest of the model (ep_size above tp_size) and have separate groups"
+    )
     if config.comm.shard_group_size != AUTO:
         raise ConfigError(
-            f"hf_zero config: `comm.shard_group_size` is {config.comm.shard_group_size}, and {apart}, which it does not say the "
-            "size of. Leave `comm.shard_group_size` at auto, or give ep_size the value of tp_size."
+            f"hf_zero config: `comm.shard_group_size` is {config.comm.shard_group_size}, and {apart}. The setting does not "
+            "define the size of these groups. Leave `comm.shard_group_size` at auto, or give ep_size the value of tp_size."
         )
     if config.comm.secondary_shard != "none":
         raise ConfigError(
-            f"hf_zero config: `comm.secondary_shard` is {config.comm.secondary_shard}, and {apart}, not all of which may have "
-            "several ranks on a node. Leave `comm.secondary_shard` at none, or give ep_size the value of tp_size."
+            f"hf_zero config: `comm.secondary_shard` is {config.comm.secondary_shard}, and {apart}. Some of these groups may "
+            "have only one rank on a node. Leave `comm.secondary_shard` at none, or give ep_size the value of tp_size."
         )
 
 
@@ -118,9 +119,9 @@ def refuse_renormed_embeddings(model: nn.Module, config: ZeroConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and _is_edited(module, config):
             raise ValueError(
-                f"hf_zero: {name!r} is an embedding with `max_norm={module.max_norm}`, which scales other rows on "
-                "each rank. Build it with `max_norm=None` and scale inside `with hf_zero.gathered(model, "
-                "writeback=True):`, or train at `stage: 0`."
+                f"hf_zero: {name!r} is an embedding with `max_norm={module.max_norm}`, which scales different rows on each "
+                "rank. Build it with `max_norm=None` and scale inside `with hf_zero.gathered(model, writeback=True):`, or "
+                "train at `stage: 0`."
             )
 
 
@@ -148,9 +149,9 @@ def refuse_shared_storage(model: nn.Module) -> None:
     for one, other in _overlapping(found.values()):
         if (one.tensor.requires_grad or other.tensor.requires_grad) and _share_elements(one.tensor, other.tensor):
             raise ValueError(
-                f"hf_zero: {one.name!r} and {other.name!r} are two tensors in the same memory, which the engine "
-                "would separate. Make them one Parameter (decoder.weight = encoder.weight), or copy one "
-                "(.detach().clone()), before the model is prepared."
+                f"hf_zero: {one.name!r} and {other.name!r} are two tensors in the same memory, and the engine would give them "
+                "separate memory. Make them one Parameter (decoder.weight = encoder.weight), or copy one (.detach().clone()), "
+                "before the model is prepared."
             )
 
 
@@ -203,8 +204,8 @@ def refuse_meta(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(
-            f"hf_zero: {lazy[0]!r} of a lazy module has no shape yet. Run a forward before accelerator.prepare and before the "
-            "optimizer is built."
+            f"hf_zero: {lazy[0]!r} belongs to a lazy module and has no shape yet. Run a forward before accelerator.prepare and "
+            "before the optimizer is built."
         )
 
 
@@ -214,7 +215,7 @@ def _refuse_without_flat_memory(model: nn.Module, ignored: frozenset[nn.Paramete
         if parameter not in ignored and (parameter.layout is not torch.strided or parameter.is_nested):
             kind = "nested" if parameter.is_nested else f"of layout {parameter.layout}"
             raise ValueError(
-                f"hf_zero: the parameter {name!r} is {kind}, and buckets hold dense tensors (torch.strided). Train a dense "
+                f"hf_zero: the parameter {name!r} is {kind}, but buckets hold dense tensors (torch.strided). Train a dense "
                 "Parameter, and convert it in the layer's forward."
             )
     left_out = ignored_by_ddp(model)
@@ -222,8 +223,8 @@ def _refuse_without_flat_memory(model: nn.Module, ignored: frozenset[nn.Paramete
         is_strange = buffer.layout is not torch.strided or buffer.is_nested or is_dtensor(buffer)
         if is_strange and name not in left_out:
             raise ValueError(
-                f"hf_zero: the buffer {name!r} is a {type(buffer).__name__} of layout {buffer.layout}, and rank 0's buffers are "
-                "sent as dense tensors (torch.strided). Keep it in a plain attribute of the module."
+                f"hf_zero: the buffer {name!r} is a {type(buffer).__name__} of layout {buffer.layout}, but rank 0's buffers "
+                "are sent as dense tensors (torch.strided). Keep it in a plain attribute of the module."
             )
 
 
@@ -235,8 +236,8 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     scripted = [name for name, module in of_jit if any(True for _ in module.parameters())]
     if scripted:
         raise ValueError(
-            f"hf_zero: {scripted[0]!r} is a module of torch.jit, whose parameters and calls Python does not see. Give the plain "
-            "module, and compile inside the layers if need be (layer.forward = torch.compile(layer.forward))."
+            f"hf_zero: {scripted[0]!r} is a torch.jit module, which hides its parameters and calls from Python. Pass the plain "
+            "module, and compile inside the layers if needed (layer.forward = torch.compile(layer.forward))."
         )
     refuse_meta(model)
     ignored = ignored_parameters(model)
@@ -251,7 +252,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     if strange:
         name, dtype = strange[0]
         raise ValueError(
-            f"hf_zero: {name!r} is trained in {dtype}, and buckets hold real numbers. Keep it as "
+            f"hf_zero: {name!r} is trained in {dtype}, but buckets hold real numbers. Keep it as "
             "nn.Parameter(torch.view_as_real(weight)), and compute with torch.view_as_complex(self.weight) in forward."
         )
     if config.comm.quantizes:
@@ -262,7 +263,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
         ]
         if other:
             raise ConfigError(
-                f"hf_zero config: `comm.weights` and `comm.gradients` quantize float32 and 16-bit parameters, and "
+                "hf_zero config: `comm.weights` and `comm.gradients` quantize float32 and 16-bit parameters, but "
                 f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
             )
     for name, p in model.named_parameters():

@@ -47,8 +47,8 @@ def open_foreign(folder: Path) -> ForeignCheckpoint:
     except Exception as error:
         # The formats are pickles, so fields may have any value.
         raise CheckpointError(
-            f"hf_zero: {folder} is damaged, or of a variant that is not covered ({type(error).__name__}: {str(error)[:200]}). "
-            "Resume from another checkpoint."
+            f"hf_zero: {folder} is damaged, or is a variant that is not supported ({type(error).__name__}: "
+            f"{str(error)[:200]}). Resume from another checkpoint."
         ) from error
 
 
@@ -57,8 +57,8 @@ def _open(folder: Path) -> ForeignCheckpoint:
         raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
     if (folder / "pytorch_model_fsdp.bin").is_file():
         raise CheckpointError(
-            f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
-            "SHARDED_STATE_DICT."
+            f"hf_zero: {folder} is from an FSDP run with state_dict_type FULL_STATE_DICT, which is not supported. Save it with "
+            "FSDP and SHARDED_STATE_DICT."
         )
     if is_dcp(folder):
         return DcpCheckpoint(folder)
@@ -66,9 +66,9 @@ def _open(folder: Path) -> ForeignCheckpoint:
     if step_folder is None:
         found = sorted(path.name for path in folder.iterdir())[:8]
         raise CheckpointError(
-            f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
-            f"and {OPTIMIZER_FOLDER}/, {METADATA_NAME} of torch.distributed.checkpoint, or shard-…safetensors of "
-            f"transformers); found: {found}."
+            f"hf_zero: {folder} is not a checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP "
+            f"({MODEL_FOLDER}/ and {OPTIMIZER_FOLDER}/, {METADATA_NAME} of torch.distributed.checkpoint, or shard-…safetensors "
+            f"of transformers); found: {found}."
         )
     return DeepSpeedCheckpoint(folder, step_folder)
 
@@ -93,14 +93,15 @@ def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOpti
     optimizers = state.groups()
     if len(optimizers) != 1:
         raise CheckpointError(
-            f"hf_zero: {folder} is of one optimizer, and this run has {len(optimizers)}. Resume with one optimizer."
+            f"hf_zero: {folder} is from a run with one optimizer, but this run has {len(optimizers)}. Resume with one "
+            "optimizer."
         )
     [(optimizer, group_names)] = optimizers
     here = [(group, set(names)) for group, names in zip(optimizer.param_groups, group_names) if names]
     if [names for _, names in here] != [set(group.names) for group in foreign.groups]:
         raise CheckpointError(
             f"hf_zero: {folder} ({foreign.origin}) has groups of {[len(group.names) for group in foreign.groups]} parameters, "
-            f"and {type(optimizer).__name__} has groups of {[len(names) for _, names in here]}, or other parameters in them. "
+            f"but {type(optimizer).__name__} has groups of {[len(names) for _, names in here]}, or with different parameters. "
             "Resume with the weight-decay and group settings that the checkpoint was made with."
         )
     settings = []
@@ -126,7 +127,7 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
     for key in ("betas", "momentum"):
         if key in saved and key not in group:
             raise CheckpointError(
-                f"hf_zero: {folder} was made with an optimizer that has {key}, and {kind} has none. Resume with the same "
+                f"hf_zero: {folder} was made with an optimizer that has {key}, but {kind} has none. Resume with the same "
                 "optimizer."
             )
 
@@ -145,8 +146,9 @@ def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
     for name, shape in foreign.shapes.items():
         if shapes.get(name) != shape:
             raise CheckpointError(
-                f"hf_zero: {folder} ({foreign.origin}) is of another model: {name!r} has shape {shape} there, and the model has "
-                f"{shapes.get(name, 'no such parameter')}. Resume with the model that the checkpoint was made with."
+                f"hf_zero: {folder} ({foreign.origin}) is from a different model: {name!r} has shape {shape} in the "
+                f"checkpoint, but the model has {shapes.get(name, 'no such parameter')}. Resume with the model that the "
+                "checkpoint was made with."
             )
     return model.load_state_dict(dict(foreign.weights()), strict=False)
 
@@ -170,7 +172,7 @@ def convert(
         CheckpointError: the checkpoint is damaged, not supported, or not of the config's model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
+        raise CheckpointError(f"hf_zero: {out} is not an empty folder; pass a new or empty one.")
     foreign = open_foreign(source)
     model = _with_weights(foreign, config_folder or source)
     moved = _Moved(foreign, on_progress)
@@ -249,7 +251,7 @@ def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any
 def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrainedModel:
     """Makes the config's model with the checkpoint's weights."""
     if not (config_folder / CONFIG_NAME).is_file():
-        raise CheckpointError(f"hf_zero: {config_folder} has no {CONFIG_NAME}; name the model's folder with --config.")
+        raise CheckpointError(f"hf_zero: {config_folder} has no {CONFIG_NAME}; pass the model's folder with --config.")
     weights = dict(foreign.weights())
     # Try the config in a separate process first, because building its model may take forever.
     expected_tensors(config_folder, len(weights))
@@ -258,9 +260,9 @@ def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrained
     for name, value in weights.items():
         if shapes.get(name) != tuple(value.shape):
             raise CheckpointError(
-                f"hf_zero: {foreign.folder} ({foreign.origin}): {name!r} has shape {tuple(value.shape)}, and the config's "
-                f"model has {shapes.get(name, 'no such tensor')}. Either a file of the checkpoint is missing, or this is not the "
-                "model's own config: name its folder with --config."
+                f"hf_zero: {foreign.folder} ({foreign.origin}): {name!r} has shape {tuple(value.shape)}, but the config's "
+                f"model has {shapes.get(name, 'no such tensor')}. Either a file of the checkpoint is missing, or this is not "
+                "the model's own config: pass its folder with --config."
             )
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
@@ -268,7 +270,7 @@ def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrained
     if missing:
         raise CheckpointError(
             f"hf_zero: {foreign.folder} ({foreign.origin}) has no {missing[0]!r}, which the config's model has ({len(missing)} "
-            "such tensors): frozen parameters were left out, or it is another model."
+            "such tensors): frozen parameters were not saved, or it is a different model."
         )
     return model
 

@@ -32,7 +32,8 @@ class DcpFolder(ChunkedFolder):
         metadata = load_dcp_metadata(folder / ".metadata").fields
         if metadata.get("version") not in _VERSIONS:
             raise CheckpointError(
-                f"hf_zero: {folder} has DCP version {metadata['version']!r}, and {_VERSIONS[-1]} is known. Continue it with FSDP."
+                f"hf_zero: {folder} has DCP version {metadata['version']!r}; supported: {_VERSIONS[-1]}. Continue the run with "
+                "FSDP."
             )
         paths = metadata.get("planner_data") or {}
         places = self._places(metadata.get("storage_data") or {})
@@ -41,8 +42,8 @@ class DcpFolder(ChunkedFolder):
             path = paths.get(key)
             if not isinstance(path, tuple):
                 raise CheckpointError(
-                    f"hf_zero: {folder} was not written with DefaultSavePlanner ({key!r} has no path), which is not covered. "
-                    "Continue it with FSDP."
+                    f"hf_zero: {folder} was not written with DefaultSavePlanner ({key!r} has no path), which is not supported. "
+                    "Continue the run with FSDP."
                 )
             self.entries[path] = self._entry(key, entry, places)
         self._refuse_short_files()
@@ -73,14 +74,14 @@ class DcpFolder(ChunkedFolder):
     def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Record | None) -> Chunk:
         if place is None:
             raise CheckpointError(
-                f"hf_zero: {self.folder}/.metadata does not say where {key!r} lies; it is damaged, resume from another "
+                f"hf_zero: {self.folder}/.metadata does not state where {key!r} is stored; it is damaged, resume from another "
                 "checkpoint."
             )
         fields = place.fields
         if fields.get("transform_descriptors"):
             raise CheckpointError(
-                f"hf_zero: {self.folder} was written with transforms ({fields['transform_descriptors']}), which are not covered. "
-                "Continue it with FSDP."
+                f"hf_zero: {self.folder} was written with transforms ({fields['transform_descriptors']}), which are not "
+                "supported. Continue the run with FSDP."
             )
         file = fields["relative_path"]
         if not is_inside(file):
@@ -100,7 +101,8 @@ class DcpFolder(ChunkedFolder):
                 )
             if path.stat().st_size < end:
                 raise CheckpointError(
-                    f"hf_zero: {path} is cut off: it has {path.stat().st_size} of {end} bytes. Resume from another checkpoint."
+                    f"hf_zero: {path} is truncated: it has {path.stat().st_size} of {end} bytes. Resume from another "
+                    "checkpoint."
                 )
 
     def _load(self, name: str, start: int, length: int) -> Any:
@@ -126,7 +128,7 @@ def _dtype_of(entry: Record) -> torch.dtype | None:
 
 # ---- The optimizer in such a folder, nested or flattened by parameter ----
 
-_THEN = "Continue it with FSDP, or save it there with state_dict_type SHARDED_STATE_DICT."
+_THEN = "Continue the run with FSDP, or save it with FSDP and state_dict_type SHARDED_STATE_DICT."
 _Path = tuple[Any, ...]
 
 
@@ -182,8 +184,8 @@ class DcpOptimizer:
                 self.kinds[name][kind] = path
             else:
                 raise self._error(
-                    f"{kind} of {name!r} has shape {shape} and the parameter {shapes[name]}: either a rank's file of weights is "
-                    f"missing, or the optimizer's state is no value an element, which is not covered. {_THEN}"
+                    f"{kind} of {name!r} has shape {shape}, but the parameter has {shapes[name]}: either a rank's weights file "
+                    f"is missing, or the optimizer's state does not have one value per element, which is not supported. {_THEN}"
                 )
 
     def _nested_groups(self, entries: Mapping[_Path, _Path]) -> tuple[ForeignGroup, ...]:
@@ -220,7 +222,7 @@ class DcpOptimizer:
             cuts = [at for at, letter in enumerate(rest) if letter == "." and rest[:at] in self._names]
             if not cuts:
                 raise self._error(
-                    f"{key!r} names no weight of the model; the checkpoint is damaged, resume from another."
+                    f"{key!r} does not name a weight of the model; the checkpoint is damaged, resume from another."
                 )
             yield (rest[: cuts[-1]], rest[cuts[-1] + 1 :]), path
 
@@ -260,15 +262,15 @@ class DcpCheckpoint(ForeignCheckpoint):
         if key is None or not self._weights:
             wanted = f"{_MODEL_KEY!r} and {' or '.join(map(repr, _OPTIMIZER_KEYS))}"
             found = sorted({str(path[0]) for path in (*self._model.entries, *saved.entries)})[:8]
-            raise CheckpointError(f"hf_zero: {folder} holds {found}, and {wanted} are needed to go on. {_THEN}")
+            raise CheckpointError(f"hf_zero: {folder} holds {found}, but {wanted} are needed to resume. {_THEN}")
         self._optimizer = DcpOptimizer(saved, key, tuple(self._weights))
         self.groups = self._optimizer.groups
         trained = [name for group in self.groups for name in group.names]
         for name in trained:
             if name not in self._weights:
                 raise CheckpointError(
-                    f"hf_zero: {folder}: the optimizer has {name!r}, and {self._model.folder.name} has not. The two are not of "
-                    "one run; resume from another checkpoint."
+                    f"hf_zero: {folder}: the optimizer has {name!r}, but {self._model.folder.name} does not. The two are not "
+                    "from one run; resume from another checkpoint."
                 )
         self.shapes = {name: self._model.entries[self._weights[name]].shape or () for name in trained}
         self._optimizer.sort_states(self.shapes)
@@ -315,7 +317,7 @@ def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
         return both, both
     for needed in (MODEL_FOLDER, OPTIMIZER_FOLDER):
         if not (folder / needed).is_dir():
-            raise CheckpointError(f"hf_zero: {folder} has no {needed}/, so the run cannot go on from it. {_THEN}")
+            raise CheckpointError(f"hf_zero: {folder} has no {needed}/, so the run cannot resume from it. {_THEN}")
     return DcpFolder(folder / MODEL_FOLDER), DcpFolder(folder / OPTIMIZER_FOLDER)
 
 
@@ -326,10 +328,10 @@ def _optimizer_beside(folder: Path) -> Path:
         return found[0]
     if not found:
         raise CheckpointError(
-            f"hf_zero: {folder} has weights and no optimizer, so the run cannot go on from it. Save it with "
-            "transformers.distributed.save_optimizer_distributed, into the same folder or one in it."
+            f"hf_zero: {folder} has weights but no optimizer, so the run cannot resume from it. Save it with "
+            "transformers.distributed.save_optimizer_distributed, into the same folder or a subfolder."
         )
     raise CheckpointError(
-        f"hf_zero: {folder} has several folders that may be the optimizer's: {', '.join(str(place) for place in found)}. Leave "
-        "the one that was saved with these weights."
+        f"hf_zero: {folder} has several folders that may be the optimizer's: {', '.join(str(place) for place in found)}. Keep "
+        "only the one that was saved with these weights."
     )

@@ -26,7 +26,7 @@ _MINORS = range(16, 20)
 
 _LARGEST_TAG_BYTES = 1024
 
-_THEN = "Continue it with DeepSpeed, or export its weights with DeepSpeed's zero_to_fp32.py and start from those."
+_THEN = "Continue the run with DeepSpeed, or export its weights with DeepSpeed's zero_to_fp32.py and start from them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def step_folder_of(folder: Path) -> Path | None:
     if latest.is_file():
         tag = read_text(latest, most_bytes=_LARGEST_TAG_BYTES).strip()
         if not is_inside(tag) or Path(tag).name != tag or not (folder / tag).is_dir():
-            raise CheckpointError(f"hf_zero: {latest} names {tag!r}, and {folder} has no such folder; copy it there.")
+            raise CheckpointError(f"hf_zero: {latest} names {tag!r}, but {folder} has no such folder; copy it there.")
         return folder / tag
     if folder.is_dir() and any(OPTIMIZER_FILE.match(path.name) for path in folder.iterdir()):
         return folder
@@ -77,7 +77,7 @@ def open_files(step_folder: Path) -> DeepSpeedFiles:
     _refuse_by_name(step_folder, names)
     of_rank = {int(match[1]): name for name in names if (match := OPTIMIZER_FILE.match(name))}
     if not of_rank:
-        raise _not_covered(step_folder, "has no file of optimizer state, so it was not made with ZeRO stage 1, 2 or 3")
+        raise _not_covered(step_folder, "has no optimizer state files, as from a run without ZeRO stage 1, 2 or 3")
     first = min(of_rank)
     content = load_deepspeed_file(step_folder / of_rank[first])
     state = _state_of(content, step_folder / of_rank[first])
@@ -91,7 +91,7 @@ def open_files(step_folder: Path) -> DeepSpeedFiles:
     if len(of_rank) != world_size:
         raise _not_covered(
             step_folder,
-            f"has optimizer files of {len(of_rank)} ranks and is partitioned over {world_size}: sub-groups of ranks (MiCS), or "
+            f"has optimizer files of {len(of_rank)} ranks but is partitioned over {world_size}: sub-groups of ranks (MiCS), or "
             "files of two checkpoints",
         )
     opened = [state]
@@ -126,11 +126,11 @@ def _refuse_by_name(step_folder: Path, names: list[str]) -> None:
         match = OPTIMIZER_FILE.match(name)
         rank = int((match or _MODEL_FILE.match(name) or [0, 0, 0])[2])
         if rank > 0:
-            raise _not_covered(step_folder, f"is of a tensor-parallel run ({name})")
+            raise _not_covered(step_folder, f"is from a tensor-parallel run ({name})")
         if "expert" in name or name.startswith("expp_rank_"):
-            raise _not_covered(step_folder, f"is of a mixture-of-experts run with expert parallelism ({name})")
+            raise _not_covered(step_folder, f"is from a mixture-of-experts run with expert parallelism ({name})")
         if re.match(r"^layer_\d+-", name):
-            raise _not_covered(step_folder, f"is of a pipeline-parallel run ({name})")
+            raise _not_covered(step_folder, f"is from a pipeline-parallel run ({name})")
     if "zero" in names and (step_folder / "zero").is_dir():
         raise _not_covered(step_folder, "is a universal checkpoint")
 
@@ -138,9 +138,9 @@ def _refuse_by_name(step_folder: Path, names: list[str]) -> None:
 def _state_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict) or "zero_stage" not in state or "partition_count" not in state:
-        raise _not_covered(path, "is no file of ZeRO stage 1, 2 or 3 (bf16 without ZeRO is not covered)")
+        raise _not_covered(path, "is not a file of ZeRO stage 1, 2 or 3 (but may be of bf16 without ZeRO)")
     if state["zero_stage"] not in (1, 2, 3):
-        raise _not_covered(path, f"is of ZeRO stage {state['zero_stage']!r}")
+        raise _not_covered(path, f"is from ZeRO stage {state['zero_stage']!r}")
     return state
 
 
@@ -159,20 +159,20 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
     degrees = {**degrees, "mp_world_size": model.get("mp_world_size") or 1}
     for key, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
-            raise _not_covered(path, f"is of a run with {key} {degree}")
+            raise _not_covered(path, f"is from a run with {key} {degree}")
 
 
 def _checked_version(version: object, step_folder: Path) -> str:
     match = _VERSION.match(str(version))
     if match is None or int(match[1]) not in _MINORS:
         raise _not_covered(
-            step_folder, f"was written by DeepSpeed {version}, and 0.{_MINORS[0]} to 0.{_MINORS[-1]} are known"
+            step_folder, f"was written by DeepSpeed {version} (known: 0.{_MINORS[0]} to 0.{_MINORS[-1]})"
         )
     return str(version)
 
 
 def _not_covered(path: Path, fault: str) -> CheckpointError:
-    return CheckpointError(f"hf_zero: {path} {fault}, which is not covered. {_THEN}")
+    return CheckpointError(f"hf_zero: {path} {fault}, which is not supported. {_THEN}")
 
 
 # ---- A DeepSpeed ZeRO-1, -2 or -3 checkpoint by parameter and interval; FORMATS.md describes the layout ----
@@ -263,8 +263,8 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
                 yield name, whole[: torch.Size(shape).numel()].reshape(tuple(shape))
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"hf_zero: {files.step_folder}: the frozen parameter {name!r} of shape {tuple(shape)} is not there as a "
-                    f"whole ({error}). Resume from another checkpoint."
+                    f"hf_zero: {files.step_folder}: the frozen parameter {name!r} of shape {tuple(shape)} is incomplete "
+                    f"({error}). Resume from another checkpoint."
                 ) from error
 
     def _bank_of(self, name: str) -> int:
@@ -280,9 +280,9 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
                     there = value.numel() if isinstance(value, torch.Tensor) else 0
                     if there < run.start + run.interval.numel:
                         raise CheckpointError(
-                            f"hf_zero: {self.folder} ({self.origin}): rank {run.rank} has {there} elements of {kind} "
-                            f"in bank {run.bank}, and {name!r} needs {run.start + run.interval.numel}. NVMe state "
-                            "and compressed optimizers are not covered; else resume from an undamaged checkpoint."
+                            f"hf_zero: {self.folder} ({self.origin}): rank {run.rank} has {there} elements of {kind} in bank "
+                            f"{run.bank}, but {name!r} needs {run.start + run.interval.numel}. NVMe state and compressed "
+                            "optimizers are not supported. In other cases the checkpoint is damaged: resume from another."
                         )
 
 
@@ -294,19 +294,19 @@ def _banks_of(state: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         masters, saved = state.get("single_partition_of_fp32_groups"), state.get("base_optimizer_state")
     if not isinstance(masters, list | tuple) or saved is None:
         raise CheckpointError(
-            f"hf_zero: {folder}: a rank's file has no fp32 masters or no optimizer state, so the run cannot go on from it (saved "
-            "without optimizer state?). Export its weights with DeepSpeed's zero_to_fp32.py and start from those."
+            f"hf_zero: {folder}: a rank's file has no fp32 masters or no optimizer state, so the run cannot resume from it "
+            "(saved without optimizer state?). Export its weights with DeepSpeed's zero_to_fp32.py and start from them."
         )
     if not isinstance(saved, dict):
         raise CheckpointError(
-            f"hf_zero: {folder} was written with elastic_checkpoint, which is not covered. Continue it with DeepSpeed, and "
-            "save it there without that setting."
+            f"hf_zero: {folder} was written with elastic_checkpoint, which is not supported. Continue the run with DeepSpeed, "
+            "and save it without that setting."
         )
     order = [index for group in saved["param_groups"] for index in group["params"]]
     states = [saved["state"].get(index, {}) for index in order]
     if len(states) != len(masters):
         raise CheckpointError(
-            f"hf_zero: {folder}: a rank's file has masters of {len(masters)} groups and state of {len(states)}; it is damaged, "
+            f"hf_zero: {folder}: a rank's file has masters of {len(masters)} groups but state of {len(states)}; it is damaged, "
             "resume from another checkpoint."
         )
     return [{MASTER: master.detach(), **values} for master, values in zip(masters, states)]
@@ -342,7 +342,8 @@ def _per_group(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]]) -> 
         if between and len(between[number]) != len(group):
             raise _unfitting(
                 files,
-                f"the model file names {len(group)} parameters in group {number} and the optimizer's {len(between[number])}",
+                f"the model file names {len(group)} parameters in group {number}, but the optimizer's file has "
+                f"{len(between[number])}",
             )
         offset = 0
         for index, (name, shape) in enumerate(group.items()):
@@ -360,7 +361,7 @@ def _per_group(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]]) -> 
         alignment = 2 * files.world_size
         if -(-offset // alignment) != -(-size * files.world_size // alignment):
             raise _unfitting(
-                files, f"group {number} has {offset} elements and {size} on each of {files.world_size} ranks"
+                files, f"group {number} has {offset} elements, but {size} on each of {files.world_size} ranks"
             )
     return runs
 
@@ -387,8 +388,8 @@ def _per_parameter(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]])
             if there != start:
                 raise _unfitting(
                     files,
-                    f"sub-group {number} has {start} elements a rank and rank {rank}'s file {there} (state offloaded to NVMe "
-                    "is not covered)",
+                    f"sub-group {number} has {start} elements per rank, but rank {rank}'s file {there} (state offloaded to "
+                    "NVMe is not supported)",
                 )
     return runs
 
@@ -396,11 +397,13 @@ def _per_parameter(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]])
 def _same_number(files: DeepSpeedFiles, expected: int, banks: Sequence[list[dict[str, Any]]]) -> None:
     for rank, of_rank in enumerate(banks):
         if len(of_rank) != expected:
-            raise _unfitting(files, f"the model file names {expected} groups and rank {rank}'s file has {len(of_rank)}")
+            raise _unfitting(
+                files, f"the model file names {expected} groups, but rank {rank}'s file has {len(of_rank)}"
+            )
 
 
 def _unfitting(files: DeepSpeedFiles, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"hf_zero: {files.step_folder}: {fault}. The files are not of one checkpoint, are damaged, or are of a variant that is "
-        "not covered; resume from another checkpoint."
+        f"hf_zero: {files.step_folder}: {fault}. The files are not from one checkpoint, are damaged, or are of a variant that "
+        "is not supported; resume from another checkpoint."
     )

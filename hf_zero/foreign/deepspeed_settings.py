@@ -19,17 +19,15 @@ from .translation import (
     whole,
 )
 
-_ARGUMENTS = "your training arguments or your script say it: {}"
-_ALWAYS = "always so here"
+_ARGUMENTS = "set in your training arguments or your script: {}"
+_ALWAYS = "always the case here"
 _BUCKETS = "`bucket_bytes: auto` sizes buckets for the model, the ranks and the device"
 _ONE_MESSAGE = "the small parameters of a layer are gathered in one message with its large ones"
-_SCHEDULE = "gathered layers are dropped and prefetched a layer at a time: `reshard_after_forward`, `prefetch_units`"
+_SCHEDULE = "gathered layers are freed and prefetched one layer at a time: `reshard_after_forward`, `prefetch_units`"
 _INSIDE = "a detail of DeepSpeed's own code"
-_REPORTS = (
-    "Trainer's log and `engine.memory_report()` report; trackers are those of accelerate or Trainer (`report_to`)"
-)
-SEQUENCES = "`hf-zero run --sp N` or `ZeroPlugin(sp_size=N)` says it"
-_NOT_ZERO = "it is no part of sharding; hf_zero leaves it to the script"
+_REPORTS = "Trainer's log and `engine.memory_report()` show it; trackers are set in accelerate or Trainer (`report_to`)"
+SEQUENCES = "`hf-zero run --sp N` or `ZeroPlugin(sp_size=N)` sets it"
+_NOT_ZERO = "not part of sharding; hf_zero leaves it to the script"
 
 
 def said_by(argument: str) -> Rule:
@@ -42,7 +40,7 @@ def tier(name: str) -> Rule:
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if is_off(value):
-            return unneeded("off, or left to its default")
+            return unneeded("off, or left at its default")
         if value not in ("cpu", "nvme"):
             return unsupported(f"`offload.{name}` takes none, cpu or nvme")
         beside = next((section[key] for key in _FOLDERS[name] if section.get(key)), None)
@@ -61,21 +59,21 @@ _FOLDERS = {
 def group(value: Any, section: Mapping[Any, Any]) -> Translation:
     """Translates `mics_shard_size`; -1 is off."""
     if is_off(value) or value == -1:
-        return unneeded("off, or left to its default")
+        return unneeded("off, or left at its default")
     return mapped({"comm.shard_group_size": whole(value)})
 
 
 def secondary(value: Any, section: Mapping[Any, Any]) -> Translation:
     """Translates `zero_hpz_partition_size`; 1 is off."""
     if is_off(value) or value == 1:
-        return unneeded("off, or left to its default")
+        return unneeded("off, or left at its default")
     return mapped({"comm.secondary_shard": "node"}, "a second shard among the ranks of a node")
 
 
 _OFFLOADED = {
     "nvme_path": same("offload.nvme_path"),
     "pin_memory": never("host memory that a GPU copies from is always pinned"),
-    "buffer_count": never("three buckets are in memory at a time"),
+    "buffer_count": never("three buckets are in memory at once"),
     "buffer_size": never("buffers have the size of a bucket"),
     "fast_init": never(_INSIDE),
 }
@@ -91,7 +89,7 @@ _ZERO: dict[str, Rule] = {
     "offload_optimizer.device": tier("optimizer"),
     "offload_optimizer.ratio": same("offload.ratio"),
     "offload_optimizer.pipeline_read": never("reads of files always run ahead"),
-    "offload_optimizer.pipeline_write": never("writes of files always run behind"),
+    "offload_optimizer.pipeline_write": never("writes of files always run in the background"),
     "offload_optimizer.pipeline": never("reads and writes of files always overlap"),
     "offload_param.device": tier("params"),
     "offload_param.max_in_cpu": never("parameters in files pass through a few buffers"),
@@ -103,26 +101,28 @@ _ZERO: dict[str, Rule] = {
     "stage3_param_persistence_threshold": never(_ONE_MESSAGE),
     "param_persistence_threshold": never(_ONE_MESSAGE),
     "mics_shard_size": group,
-    "mics_hierarchical_params_gather": instead("leave it out: shards of a group are gathered within the group"),
+    "mics_hierarchical_params_gather": instead("remove it: shards of a group are gathered within the group"),
     "zero_hpz_partition_size": secondary,
     "zero_quantized_weights": switch({"comm.weights": "int8"}),
     "zero_quantized_gradients": switch({"comm.gradients": "int8"}),
-    "zero_quantized_nontrainable_weights": instead("leave it out: frozen weights travel in their own dtype"),
+    "zero_quantized_nontrainable_weights": instead("remove it: frozen weights are sent in their own dtype"),
     "stage3_gather_16bit_weights_on_model_save": never("a saved model is always complete"),
     "gather_16bit_weights_on_model_save": never("a saved model is always complete"),
     "stage3_max_live_parameters": never(_SCHEDULE),
     "stage3_max_reuse_distance": never(_SCHEDULE),
     "stage3_prefetch_bucket_size": never(_SCHEDULE),
-    "stage3_module_granularity_threshold": never("`unit_bytes` and `unit_modules` are what is gathered together"),
-    "module_granularity_threshold": never("`unit_bytes` and `unit_modules` are what is gathered together"),
+    "stage3_module_granularity_threshold": never(
+        "`unit_bytes` and `unit_modules` define which layers are gathered together"
+    ),
+    "module_granularity_threshold": never("`unit_bytes` and `unit_modules` define which layers are gathered together"),
     "max_live_parameters": never(_SCHEDULE),
     "max_reuse_distance": never(_SCHEDULE),
     "prefetch_bucket_size": never(_SCHEDULE),
     "model_persistence_threshold": never(_ONE_MESSAGE),
     "reduce_bucket_size": never(_BUCKETS),
     "allgather_bucket_size": never(_BUCKETS),
-    "sub_group_size": never("the optimizer steps a bucket at a time where its state is offloaded"),
-    "overlap_comm": never("gradients always travel during backward"),
+    "sub_group_size": never("with offloaded state, the optimizer steps one bucket at a time"),
+    "overlap_comm": never("gradients are always sent during backward"),
     "contiguous_gradients": never(_ALWAYS),
     "reduce_scatter": never(_ALWAYS),
     "allgather_partitions": never(_ALWAYS),
@@ -131,7 +131,7 @@ _ZERO: dict[str, Rule] = {
     "use_all_reduce_for_fetch_params": never(_INSIDE),
     "stage3_use_all_reduce_for_fetch_params": never(_INSIDE),
     "elastic_checkpoint": never("checkpoints load on any number of ranks and at any stage"),
-    "load_from_fp32_weights": never("checkpoints hold float32 masters, and are resumed from them"),
+    "load_from_fp32_weights": never("checkpoints contain float32 masters, and runs resume from them"),
     "ignore_unused_parameters": never("unused parameters are always found"),
     "legacy_stage1": never(_INSIDE),
     "grad_hooks": never(_ALWAYS),
@@ -140,7 +140,7 @@ _ZERO: dict[str, Rule] = {
     "override_module_apply": never("`hf_zero.init` builds models that are too large for one device"),
     "log_trace_cache_warnings": never(_INSIDE),
     "leaf_module": instead("name the classes that are gathered together in `unit_modules`"),
-    "zenflow": instead("leave it out: each step uses all of its own gradients, in host memory"),
+    "zenflow": instead("remove it: each step uses all of its gradients, in host memory"),
 }
 
 OF_JSON: Table = {
@@ -165,17 +165,17 @@ OF_JSON: Table = {
         },
         "`reduce_dtype` takes float32, bfloat16 or float16",
     ),
-    "seq_parallel_communication_data_type": never("there is no sequence parallelism here"),
+    "seq_parallel_communication_data_type": never("heads are exchanged in their own dtype"),
     "prescale_gradients": never("gradients are divided before they are added, as under DDP"),
     "gradient_predivide_factor": never("gradients are divided before they are added, as under DDP"),
-    "sparse_gradients": instead("leave it out: dense gradients of embeddings are sharded like all others"),
+    "sparse_gradients": instead("remove it: dense gradients of embeddings are sharded like all others"),
     "data_types": instead(
-        "`param_dtype` and `reduce_dtype` say dtypes; gradients are added up in that of the parameters"
+        "`param_dtype` and `reduce_dtype` set dtypes; gradients are accumulated in the dtype of the parameters"
     ),
     "activation_checkpointing": said_by("activation_checkpointing (gradient_checkpointing before transformers 5.23)"),
     "zero_allow_untested_optimizer": never("a trial step shows how an optimizer can be sharded"),
-    "zero_force_ds_cpu_optimizer": never("the script's own optimizer steps, wherever its state is"),
-    "checkpoint": never("`checkpoint` of hf_zero has other settings, whose defaults do"),
+    "zero_force_ds_cpu_optimizer": never("the script's own optimizer always makes the step"),
+    "checkpoint": never("`checkpoint` of hf_zero has different settings; their defaults suffice"),
     "load_universal_checkpoint": never("checkpoints load on any number of ranks and at any stage"),
     "aio": never("files are read and written with the system's own calls"),
     "dataloader_drop_last": said_by("dataloader_drop_last"),
@@ -192,7 +192,7 @@ OF_JSON: Table = {
     **{key: instead(_NOT_ZERO) for key in ("compression_training", "quantize_training", "eigenvalue", "pld")},
     "tensor_parallel": instead("stage 3 shards parameters over data-parallel ranks; layers are not split"),
     "sequence_parallel_size": instead(SEQUENCES),
-    "pipeline": instead("stage 3 shards parameters over data-parallel ranks; layers are not dealt to ranks"),
+    "pipeline": instead("stage 3 shards parameters over data-parallel ranks; layers are not assigned to ranks"),
     "expert_parallel": instead("stage 3 shards experts like all parameters"),
 }
 """Keys of a JSON file for DeepSpeed."""
@@ -206,7 +206,7 @@ IN_ACCELERATE: Table = {
     "offload_param_nvme_path": same("offload.nvme_path"),
     "gradient_accumulation_steps": said_by("gradient_accumulation_steps"),
     "gradient_clipping": said_by("max_grad_norm, or `accelerator.clip_grad_norm_`"),
-    "zero3_init_flag": never("`with hf_zero.init(plugin):` around from_pretrained does the like"),
+    "zero3_init_flag": never("`with hf_zero.init(plugin):` around from_pretrained does the same"),
     "zero3_save_16bit_model": never("a saved model is always complete"),
     "deepspeed_config_file": instead("it holds the settings: migrate that file"),
     "deepspeed_multinode_launcher": never("`accelerate launch` and `torchrun` start ranks on several machines"),

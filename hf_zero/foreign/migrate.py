@@ -90,8 +90,8 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
     settings = source if isinstance(source, Mapping) else _read(Path(source))
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"hf_zero: {cut(where)} holds {shown(settings)}, not the settings of a config by name. "
-            "It reads DeepSpeed's JSON, an accelerate config, or Trainer's fsdp_config."
+            f"hf_zero: {cut(where)} holds {shown(settings)}, not a mapping of settings. migrate reads DeepSpeed's JSON, an "
+            "accelerate config, or Trainer's fsdp_config."
         )
     origin = _origin(settings, where)
     base = {"stage": _own_stage(settings, origin)}
@@ -145,7 +145,9 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise ConfigError(f"hf_zero: {cut(str(path))} is longer than {_MOST_BYTES // 2**10} KiB: no config.")
+            raise ConfigError(
+                f"hf_zero: {cut(str(path))} is longer than {_MOST_BYTES // 2**10} KiB, so it is not a config."
+            )
         return json.loads(text.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"hf_zero: {cut(str(path))} cannot be read ({error.strerror}).") from error
@@ -160,7 +162,7 @@ def _origin(settings: Mapping[Any, Any], where: str) -> Source:
     found = [source for source in (DEEPSPEED, FSDP, ACCELERATE) if names & _first_names(source.table)]
     if not found:
         raise ConfigError(
-            f"hf_zero: {cut(where)} has no key of DeepSpeed's, FSDP's or accelerate's configs. migrate takes a DeepSpeed JSON "
+            f"hf_zero: {cut(where)} has no key of DeepSpeed's, FSDP's or accelerate's configs. migrate reads a DeepSpeed JSON "
             "file, an accelerate config, or an FSDP config."
         )
     return max(found, key=lambda source: len(names & _first_names(source.table)))
@@ -189,9 +191,9 @@ def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterat
         elif is_section and isinstance(value, Mapping) and value:
             yield from _keys(value, table, f"{path}.")
         elif is_section and not value:
-            yield path, value, unneeded("it says nothing")
+            yield path, value, unneeded("it is empty")
         elif is_section:
-            yield path, value, unsupported("it holds no settings by name; look into the file")
+            yield path, value, unsupported("it is not a mapping of settings; check the file")
         else:
             yield path, value, unsupported("unknown: no key of this kind of config has this name")
 
@@ -200,7 +202,7 @@ def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], translation: 
     """Returns how settings contradict the chosen ones; None if all agree."""
     for name, value in translation.settings.items():
         if name in chosen and chosen[name] != value:
-            return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"
+            return f"another key sets `{name}` to {shown(chosen[name])}; here it has only one value"
     try:
         _read_back(_as_yaml({**base, **chosen, **translation.settings}))
     except (ConfigError, UnicodeError, yaml.YAMLError) as error:

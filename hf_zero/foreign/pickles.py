@@ -61,7 +61,7 @@ _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "
 def _member(enumeration: object, name: object) -> int:
     """Replaces `getattr`, by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the ones replaced by `int`."""
     if enumeration is not int or not isinstance(name, str):
-        raise pickle.UnpicklingError("it reads an attribute of something else than an enumeration")
+        raise pickle.UnpicklingError("it reads an attribute of an object that is not an enumeration")
     # Other enumerations only tell memory formats, which are not read.
     return _STAGES.get(name, 0)
 
@@ -88,14 +88,14 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
             content = load_tensors(path)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"hf_zero: {path} is missing; the checkpoint is not whole. Copy the files of all ranks into one folder, or resume "
+            f"hf_zero: {path} is missing; the checkpoint is incomplete. Copy the files of all ranks into one folder, or resume "
             "from another."
         ) from error
     except Exception as error:
         # A damaged pickle may raise any exception.
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, and DeepSpeed writes a dictionary.")
+        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, but DeepSpeed writes a dictionary.")
     return content
 
 
@@ -114,7 +114,7 @@ def _layout_of(name: object) -> str:
 
 def _joined(*parts: str) -> str:
     if sum(map(len, parts)) > _LONGEST_PATH:
-        raise pickle.UnpicklingError(f"it has a path of more than {_LONGEST_PATH} letters")
+        raise pickle.UnpicklingError(f"it has a path of more than {_LONGEST_PATH} characters")
     return "/".join(parts)
 
 
@@ -157,9 +157,7 @@ def _known(module: str, name: str) -> Any:
         return _OF_DCP[module, name]
     if module == "torch" and name in _DTYPES:
         return _DTYPES[name]
-    raise pickle.UnpicklingError(
-        f"it names {shown(f'{module}.{name}')}, which is none of the classes of a DCP checkpoint"
-    )
+    raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which is not a class of a DCP checkpoint")
 
 
 def _again(value: Any) -> Any:
@@ -171,7 +169,7 @@ def _again(value: Any) -> Any:
     if isinstance(value, list | dict | tuple) and not (
         is_flat and not any(isinstance(v, tuple | list | dict) for v in value)
     ):
-        raise pickle.UnpicklingError("it has one list or mapping in several places")
+        raise pickle.UnpicklingError("it uses one list or mapping more than once")
     return value
 
 
@@ -244,15 +242,15 @@ def _plain_values(content: bytes) -> Any:
             case "BUILD":
                 state, record = stack.pop(), stack[-1]
                 if not isinstance(record, Record):
-                    raise pickle.UnpicklingError("it gives a state to what has none")
+                    raise pickle.UnpicklingError("it sets the state of an object without state")
                 record.__setstate__(state)
             case "PROTO" | "FRAME":
                 pass
             case "STOP":
                 return stack.pop()
             case name:
-                raise pickle.UnpicklingError(f"it has {name}, which no DCP checkpoint has")
-    raise pickle.UnpicklingError("it is cut off")
+                raise pickle.UnpicklingError(f"it has {name}, which is in no DCP checkpoint")
+    raise pickle.UnpicklingError("it is truncated")
 
 
 def load_dcp_metadata(path: Path) -> Record:
@@ -264,7 +262,7 @@ def load_dcp_metadata(path: Path) -> Record:
     try:
         if path.stat().st_size > _LARGEST_METADATA_BYTES:
             raise CheckpointError(
-                f"hf_zero: {path} has {path.stat().st_size} bytes, and at most {_LARGEST_METADATA_BYTES} are read."
+                f"hf_zero: {path} has {path.stat().st_size} bytes; allowed: at most {_LARGEST_METADATA_BYTES}."
             )
         content = path.read_bytes()
     except FileNotFoundError as error:
@@ -281,7 +279,8 @@ def load_dcp_metadata(path: Path) -> Record:
     except Exception as error:
         # A damaged pickle may raise any exception.
         raise CheckpointError(
-            f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({shown(error)}). Resume from another checkpoint."
+            f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({shown(error)}). Resume from another "
+            "checkpoint."
         ) from error
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.fields:
         raise CheckpointError(f"hf_zero: {path} is not a DCP checkpoint's metadata. Resume from another checkpoint.")

@@ -84,7 +84,7 @@ class ChunkedFolder:
     def _block(self, path: tuple[Any, ...], chunk: Chunk) -> torch.Tensor:
         values = chunk.load()
         if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
-            raise self._damaged(path, "has a chunk of another shape than its metadata says")
+            raise self._damaged(path, "has a chunk with a different shape than in its metadata")
         return values.reshape(chunk.sizes or (1,))
 
     def refuse_uncovered(self, path: tuple[Any, ...]) -> None:
@@ -95,7 +95,7 @@ class ChunkedFolder:
         shape = entry.shape or (1,)
         boxes = [(chunk.offsets or (0,), chunk.sizes or (1,)) for chunk in entry.chunks if 0 not in chunk.sizes]
         if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-            raise self._damaged(path, "has a chunk of another number of dimensions")
+            raise self._damaged(path, "has a chunk with a different number of dimensions")
         # All elements between neighboring cuts are in the same chunks, so check one of them.
         cuts = [
             sorted({0, size, *(o[dim] for o, _ in boxes), *(o[dim] + s[dim] for o, s in boxes)})
@@ -110,7 +110,7 @@ class ChunkedFolder:
         if not bool((times == 1).all()):
             found = sum(math.prod(sizes) for _, sizes in boxes)
             raise self._damaged(
-                path, f"has {found} of {math.prod(shape)} elements in its chunks, or some of them in two chunks"
+                path, f"has {found} of {math.prod(shape)} elements in its chunks, or two chunks share elements"
             )
         self._covered.add(path)
 
@@ -206,12 +206,14 @@ class ForeignCheckpoint(ABC):
         """Raises `CheckpointError` unless the checkpoint trains exactly these parameters, with these shapes."""
         for name in shapes:
             if name not in self.shapes:
-                raise self._other(f"{name!r} is trained now and is not among its trained parameters")
+                raise self._other(f"{name!r} is trained in this run but not in the checkpoint")
         for name, saved in self.shapes.items():
             if name not in shapes:
-                raise self._other(f"{name!r} is trained there and not now")
+                raise self._other(f"{name!r} is trained in the checkpoint but not in this run")
             if saved != tuple(shapes[name]):
-                raise self._other(f"{name!r} has shape {saved} there and {tuple(shapes[name])} in the model")
+                raise self._other(
+                    f"{name!r} has shape {saved} in the checkpoint and {tuple(shapes[name])} in the model"
+                )
 
     def _other(self, fault: str) -> CheckpointError:
         return CheckpointError(
@@ -250,8 +252,8 @@ class WeightShards(ChunkedFolder):
         for number, path in enumerate(weight_shards_of(folder), start=1):
             if int(path.name.split("-")[1]) != number:
                 raise CheckpointError(
-                    f"hf_zero: {folder} has no shard-{number:05}-model-….safetensors, and has {path.name}. Each rank writes its "
-                    "own file: copy all of them into one folder."
+                    f"hf_zero: {folder} has no shard-{number:05}-model-….safetensors, but has {path.name}. Each rank writes "
+                    "its own file: copy all of them into one folder."
                 )
             _add_chunks(found, path)
         for name, tensor in found.items():
@@ -260,7 +262,7 @@ class WeightShards(ChunkedFolder):
             if len(tensor.dtypes) > 1:
                 raise CheckpointError(
                     f"hf_zero: {folder}: {name!r} has several dtypes, {sorted(map(str, tensor.dtypes))}: the files are not "
-                    "of one save. Copy those of one save into a folder of their own."
+                    "from one save. Copy the files of one save into a separate folder."
                 )
             [dtype] = tensor.dtypes
             self.weights[name] = (shape, dtype)
@@ -285,14 +287,14 @@ def _add_chunks(found: dict[str, _Found], path: Path) -> None:
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. {_THEN}") from error
     if said is None:
         raise CheckpointError(
-            f"hf_zero: {path} does not say which parts of the weights it holds ({_OFFSETS} is not in its header). Save it "
+            f"hf_zero: {path} does not state which parts of the weights it holds ({_OFFSETS} is not in its header). Save it "
             "with save_pretrained(..., distributed_checkpoint=True)."
         )
     offsets = _offsets_of(said, path)
     for name, (sizes, dtype) in held.items():
         if name not in offsets or len(offsets[name]) != len(sizes):
             raise CheckpointError(
-                f"hf_zero: {path} does not say which part of {name!r} it holds ({_OFFSETS} in its header). {_THEN}"
+                f"hf_zero: {path} does not state which part of {name!r} it holds ({_OFFSETS} in its header). {_THEN}"
             )
         tensor = found.setdefault(name, _Found())
         tensor.dtypes.add(dtype)

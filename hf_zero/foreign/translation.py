@@ -62,7 +62,7 @@ def never(why: str) -> Rule:
 
 def instead(what: str) -> Rule:
     """Returns a rule which names a replacement for an unsupported key. If the key is off, nothing is needed."""
-    return lambda value, section: unneeded("off, or left to its default") if is_off(value) else unsupported(what)
+    return lambda value, section: unneeded("off, or left at its default") if is_off(value) else unsupported(what)
 
 
 def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
@@ -70,13 +70,13 @@ def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if value is None or value == "auto":
-            return unneeded(f"`{name}` is left to its default")
+            return unneeded(f"`{name}` is left at its default")
         return mapped({name: convert(value)})
 
     return rule
 
 
-def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "off, or left to its default") -> Rule:
+def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "off, or left at its default") -> Rule:
     """Returns a rule which maps a few values to settings; text in any case. A value mapped to {} needs nothing.
 
     Args:
@@ -94,7 +94,7 @@ def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "
     return rule
 
 
-def switch(settings: Mapping[str, Any], off: str = "off, or left to its default") -> Rule:
+def switch(settings: Mapping[str, Any], off: str = "off, or left at its default") -> Rule:
     return lambda value, section: unneeded(off) if is_off(value) else mapped(settings)
 
 

@@ -55,7 +55,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
     for written in (path, folder / PLOT_NAME):
         if written.exists() and not written.is_file():
             raise CheckpointError(
-                f"hf_zero: {written} is no plain file, so no card can be written there. Take it away."
+                f"hf_zero: {written} is not a regular file, so no card can be written there. Remove it."
             )
     metadata = dict(metadata or {})
     if path.is_file():
@@ -167,7 +167,7 @@ def _draw(facts: CardFacts, path: Path) -> bool:
         why = str(error).partition(";")[0]
         # A notebook exports MPLBACKEND to commands in other environments, without the package of this backend.
         logger.warning(
-            f"hf_zero: the card has no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
+            f"hf_zero: the card has no picture, because matplotlib rejects MPLBACKEND ({why}). Unset MPLBACKEND."
         )
         return False
     # A line through one point is invisible, so each point of a short curve gets a dot.

@@ -71,11 +71,11 @@ def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress
     found = folder_findings(folder, on_progress)
     if found.faults:
         raise CheckpointError(
-            f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(found.faults[:3])}."
+            f"hf_zero: {of or folder} has faults, so nothing was pushed: {'; '.join(found.faults[:3])}."
         )
     if found.edits:
         raise CheckpointError(
-            f"hf_zero: {of or folder} was edited after its save, and nothing was pushed: {'; '.join(found.edits[:3])}. If the "
+            f"hf_zero: {of or folder} was edited after its save, so nothing was pushed: {'; '.join(found.edits[:3])}. If the "
             f"edits are yours, run `hf-zero verify --accept {of or folder}` and push again."
         )
 

@@ -53,7 +53,7 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         jobs = _start_jobs(trainer, checkpoint, f"Training in progress, {reached}")
     except (OSError, CheckpointError) as error:
         # Only this rank pushes: an exception here would leave the other ranks waiting for this one.
-        logger.error(f"hf_zero: {checkpoint} could not be made ready for the Hub ({error}). Training is not affected.")
+        logger.error(f"hf_zero: {checkpoint} could not be prepared for the Hub ({error}). Training is not affected.")
         return
     if running is None or running.is_done():
         trainer.push_in_progress = PushInProgress(jobs)
@@ -135,7 +135,7 @@ def _add_to_own_card(path: Path, metadata: dict[str, Any], said: Mapping[str, An
     except (ValueError, YAMLError) as error:
         raise CheckpointError(
             f"hf_zero: the front matter of {path} cannot be read ({one_line(error)}), so {asked[0]!r} cannot be written there. "
-            "Correct it, or take the file away."
+            "Correct it, or delete the file."
         ) from error
     metadata["tags"] = list(dict.fromkeys([*_listed(card.data.get("tags")), *metadata["tags"]]))
     for field_name, value in metadata.items():
@@ -144,8 +144,8 @@ def _add_to_own_card(path: Path, metadata: dict[str, Any], said: Mapping[str, An
     left = [name for name in asked if name in ("dataset", "dataset_args")]
     if left:
         logger.warning(
-            f"hf_zero: {path} is your own card, so its text stays without {' and '.join(left)}. Write it there, or take the file "
-            "away for a generated card."
+            f"hf_zero: {path} is your own card, so hf_zero did not add {' and '.join(left)} to its text. Add it yourself, "
+            "or delete the file to get a generated card."
         )
 
 
@@ -217,7 +217,7 @@ def _tell_failure(job: Future) -> None:
     if isinstance(error, HubError):
         logger.error(f"{error} Training is not affected.")
     elif error is not None:
-        logger.error(f"hf_zero: a push to the Hub ended with {type(error).__name__}. Training is not affected.")
+        logger.error(f"hf_zero: a push to the Hub failed with {type(error).__name__}. Training is not affected.")
 
 
 def _listed(value: Iterable[str] | str | None) -> list[str]:

@@ -81,7 +81,7 @@ def push_folder(
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if mirrored == WEIGHTS and not _matching(files, WEIGHTS):
         mirrored = ()
-    with _told_plainly(to, token, "this push has committed nothing to"):
+    with _told_plainly(to, token, "this push committed nothing to"):
         if "/" not in to.repo_id:
             # The Hub's client creates a repository without the owner's name, but finds repositories only under the full name.
             owner = _patiently(lambda: api.whoami(token=token))["name"]
@@ -104,14 +104,14 @@ def push_folder(
             )
         )
     with _told_plainly(
-        to, token, f"the files are committed ({commit.oid[:10]}) and could not be compared with those of"
+        to, token, f"the files were committed ({commit.oid[:10]}), but could not be compared with the copy in"
     ):
         # Compare at the commit, not at the branch: another push may have changed the branch since.
         faults = _patiently(lambda: _remote_faults(folder, files, to, mirrored, api, token, commit.oid))
     if faults:
         raise HubError(
-            f"hf_zero: {to.repo_id} at {commit.oid[:10]} is not what was pushed: {'; '.join(faults[:5])}. Push again; if it "
-            "stays so, the files do not arrive as they were sent."
+            f"hf_zero: {to.repo_id} at {commit.oid[:10]} differs from the pushed files: {'; '.join(faults[:5])}. Push "
+            "again; if this error is repeated, something changes the files during the upload."
         )
     return commit
 
@@ -131,7 +131,7 @@ def make_repo(to: Destination, make: Callable[[], Answer]) -> Answer:
     Raises:
         HubError: the repository could not be created.
     """
-    with _told_plainly(to, checked_token(to), "there is no place for pushes in"):
+    with _told_plainly(to, checked_token(to), "cannot create the repository"):
         return _patiently(make)
 
 
@@ -141,13 +141,14 @@ def checked_token(to: Destination) -> str:
         validate_repo_id(to.repo_id)
     except HFValidationError as error:
         raise HubError(
-            f"hf_zero: {_without_tokens(repr(to.repo_id), to.token)} is no repository's name "
-            f"({_without_tokens(one_line(error), to.token)}). Give one such as me/my-model."
+            f"hf_zero: {_without_tokens(repr(to.repo_id), to.token)} is not a valid repository name "
+            f"({_without_tokens(one_line(error), to.token)}). Pass a name such as me/my-model."
         ) from None
     token = to.token or get_token()
     if token is None:
         raise HubError(
-            f"hf_zero: no token to write to {to.repo_id} with. Run `hf auth login`, or set HF_TOKEN to a token that may write."
+            f"hf_zero: there is no token for writing to {to.repo_id}. Run `hf auth login`, or set HF_TOKEN to a token with write "
+            "access."
         )
     return token
 
@@ -197,8 +198,12 @@ def _remote_faults(
     left = [name for name in _matching(found.missing_paths, mirrored) if name not in sent]
     return [
         *(f"{name} is missing" for name in found.extra_paths if name in sent),
-        *(f"{each['path']} has another {each['algorithm']} there" for each in found.mismatches if each["path"] in sent),
-        *(f"{name} is there and was not pushed" for name in left),
+        *(
+            f"{each['path']} has a different {each['algorithm']} there"
+            for each in found.mismatches
+            if each["path"] in sent
+        ),
+        *(f"{name} is there, but was not pushed" for name in left),
     ]
 
 
@@ -211,12 +216,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it to push"
     if status == 401 and not isinstance(error, RepositoryNotFoundError):
-        return "the Hub does not accept the token; say `hf auth login` again, or set HF_TOKEN"
+        return "the Hub does not accept the token; run `hf auth login` again, or set HF_TOKEN"
     if status in (401, 403, 404):
         said = getattr(error, "server_message", None) or error
-        return f"the Hub refuses ({status}: {one_line(said)}); check the name, and that the token may write there"
+        return f"the Hub refuses ({status}: {one_line(said)}); check the name, and that the token has write access"
     cause = f" ({one_line(error.__cause__)})" if error.__cause__ is not None else ""
-    return f"{one_line(error) or type(error).__name__}{cause}. Push again: files that arrived do not travel again"
+    return f"{one_line(error) or type(error).__name__}{cause}. Push again: files that have arrived are not sent again"
 
 
 def one_line(said: object) -> str:

@@ -154,7 +154,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         refuse_other_engines(model)
         if self.mixed_precision == "fp8" and self.fp8_backend != FP8BackendType.AO:
             raise ConfigError(
-                f"hf_zero: mixed_precision='fp8' by the backend {self.fp8_backend.value} is not built yet. Install torchao and "
+                f"hf_zero: mixed_precision='fp8' with the backend {self.fp8_backend.value} is not built yet. Install torchao and "
                 "pass kwargs_handlers=[AORecipeKwargs()], or use mixed_precision='bf16'."
             )
         compiler = self.state.dynamo_plugin
@@ -218,8 +218,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         recipe = self.ao_recipe_handler
         if recipe.config.enable_fsdp_float8_all_gather:
             logger.warning_once(
-                "hf_zero: enable_fsdp_float8_all_gather of the fp8 recipe is off, because it is for FSDP2. Under DDP, accelerate "
-                "would not train the layers that it converts."
+                "hf_zero: enable_fsdp_float8_all_gather of the fp8 recipe was turned off, because it requires FSDP2. With DDP, "
+                "accelerate would not train the converted layers."
             )
             recipe.config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
         # Skip models trained by an engine: new layers would lack the engine's hooks.
@@ -587,10 +587,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             why = (
                 f"{self.project_dir}/checkpoints holds no checkpoint_N"
                 if is_automatic
-                else "accelerate's automatic naming, whose newest it would be, is off"
+                else "accelerate's automatic naming, which would find the newest one, is off"
             )
             raise ValueError(
-                f"hf_zero: load_state() was called without a folder, and {why}. Give the folder that save_state wrote."
+                f"hf_zero: load_state() was called without a folder, and {why}. Pass the folder that save_state wrote."
             )
         return numbered[-1]
 
@@ -621,8 +621,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         found = [engine for engine in self.zero_engines if any(engine.trains(p) for p in parameters)]
         if len(found) > 1:
             raise ValueError(
-                "hf_zero: clip_grad_norm_ was given parameters of several models with separate optimizers, each of which has its "
-                "own gradient norm. Clip each model's separately, or give the models one optimizer."
+                "hf_zero: clip_grad_norm_ got parameters of several models with separate optimizers, which have separate "
+                "gradient norms. Call it once for each model, or use one optimizer for all of the models."
             )
         if not found:
             self._refuse_rows(parameters)
@@ -637,14 +637,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if not engine.is_accumulating:
             return False
         when = "gradients are clipped before the last micro-batch of a step"
-        what = "Clip them where accelerator.sync_gradients is true."
+        what = "Clip them only if accelerator.sync_gradients is true."
         if self.scaler is not None:
             raise RuntimeError(
-                f"hf_zero: {when}, and with loss scaling (float16) they can be unscaled only once. {what}"
+                f"hf_zero: {when}, but with loss scaling (float16) they can be unscaled only once. {what}"
             )
         if not engine.config.accumulates_locally:
             logger.warning_once(
-                f"hf_zero: {when}. DDP would clip each rank's own; here the ranks' sum so far is clipped. {what}"
+                f"hf_zero: {when}. DDP would clip each rank's own gradients; hf_zero clips the ranks' sum so far. {what}"
             )
         return engine.config.accumulates_locally
 
@@ -653,8 +653,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         rows = {id(row.tensor) for engine in self.zero_engines for sharded in engine.optimizers for row in sharded.rows}
         if any(id(p) in rows for p in parameters):
             raise ValueError(
-                "hf_zero: clip_grad_norm_ was given parameters out of optimizer.param_groups, which hold this rank's part of "
-                "them, and each rank would clip by the norm of its own part. Give it model.parameters(), or some of these."
+                "hf_zero: clip_grad_norm_ got parameters from optimizer.param_groups. Those are this rank's shards, so each rank "
+                "would clip by the norm of its own shards. Pass model.parameters(), or some of them."
             )
 
 

@@ -18,7 +18,7 @@ def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | N
     if not (is_shared and is_restarted):
         return None
     return (
-        "hf_zero: torchrun's workers meet in a store that outlives them. Those that are started again find the addresses of the "
-        "earlier ones in it, or look for it on a node that is lost, and fail or hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-        "for torchrun, on each node."
+        "hf_zero: torchrun's workers share a store that is kept when they are restarted. The restarted workers find the "
+        "addresses of the earlier ones in it, or look for it on a lost node, and fail or hang. Set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node."
     )

@@ -72,7 +72,10 @@ def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         return [("model", f"split over {in_all} ranks; {of_copies}")]
     layers = "" if together == 1 else f"split over {together} ranks, "
     return [
-        ("model", f"{layers}experts over {in_all} ranks; {of_copies} of the experts, over which their state is sharded")
+        (
+            "model",
+            f"{layers}experts over {in_all} ranks; {of_copies} of the experts, with state sharded over the copies",
+        )
     ]
 
 
@@ -147,7 +150,7 @@ def _hindrances(engine: ZeroEngine) -> str:
     if engine.config.stage > 0 and not keeps_launch_order():
         found += "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels: unset the variable"
+        found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 makes collectives wait for kernels: unset the variable"
     return found
 
 
@@ -177,9 +180,9 @@ def _state_rows(
     """Lists the bytes of each kind of state, here and under DDP."""
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
     in_blocks = ", 8-bit moments" if engine.config.quantizes_moments else ""
-    passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
+    passing = f"at most {in_units(plan.gradient_buffers)}, transient" if plan.gradient_buffers else "none"
     in_files = "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
-    told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
+    told_later, known = "known after the first step", "" if plan.optimizer is not None else "at least "
     ours = {
         "masters": plan.masters,
         "gradient residuals": plan.residuals,
@@ -197,7 +200,7 @@ def _state_rows(
             told_later if ddp.optimizer is None else in_units(ddp.optimizer),
         ),
         *only_ours,
-        ("all that lasts", f"{known}{in_units(plan.total)}{in_files}", f"{known}{in_units(ddp.total)}"),
+        ("persistent total", f"{known}{in_units(plan.total)}{in_files}", f"{known}{in_units(ddp.total)}"),
     ]
 
 
@@ -206,7 +209,7 @@ def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
     if at_start is None:
         return []
     if at_start.ours is None or at_start.ddp is None:
-        return [("activations", f"not known: {at_start.batch}", "")]
+        return [("activations", f"unknown: {at_start.batch}", "")]
     ours, ddp = at_start.ours, at_start.ddp
 
     def row(words: str, kind: str) -> tuple[str, str, str]:
@@ -214,8 +217,8 @@ def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
 
     return [
         row(f"activations (first rows, {at_start.batch})", "activations"),
-        *([row("logits, and what the loss makes of their shape", "logits")] if ddp.device.get("logits") else []),
-        (f"peak of a step, to {FORECAST_ERROR:.0%}", _peak(ours), _peak(ddp)),
+        *([row("logits, and the loss's tensors of their shape", "logits")] if ddp.device.get("logits") else []),
+        (f"peak of a step, within {FORECAST_ERROR:.0%}", _peak(ours), _peak(ddp)),
     ]
 
 
@@ -260,7 +263,7 @@ _WHOLE = "whole parameters, each on one rank"
 
 _CUTS = {
     UpdateScope.ELEMENT: "element-wise",
-    UpdateScope.UNKNOWN: f"{_WHOLE}, if it looks at no others",
+    UpdateScope.UNKNOWN: f"{_WHOLE}, if it reads no others",
     UpdateScope.PARAMETER: _WHOLE,
     UpdateScope.MODEL: "all parameters together",
 }
@@ -282,7 +285,7 @@ def _clock_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     settings = engine.config.checkpoint
     said = [f"at least every {settings.every_minutes:g} minutes"] if settings.every_minutes else []
     if settings.budget != "none":
-        said.append(f"the last one before {settings.budget} are over")
+        said.append(f"the last one before {settings.budget} have passed")
     return [("checkpoints", "; ".join(said))] if said else []
 
 
@@ -306,12 +309,12 @@ def _offload_rows(engine: ZeroEngine, traffic: TrafficReport | None) -> list[tup
     if not offload.moves_state or not moved:
         return rows
     share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
-    stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
+    stays = "" if share == 1 else f"; {1 - share:.0%} of the state remains on the training device"
     if traffic is not None and offload.optimizer == "nvme":
         where = "training device" if engine.tier.visits else "host"
         what = (
             f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
-            f"the step on the {where}{_why_files_cannot_pay_off(engine, traffic.held_bytes)}"
+            f"the step, which runs on the {where}{_why_files_cannot_pay_off(engine, traffic.held_bytes)}"
         )
     else:
         plan = _plan_of(engine, moved)
@@ -321,8 +324,8 @@ def _offload_rows(engine: ZeroEngine, traffic: TrafficReport | None) -> list[tup
             moved_bytes += sum(b.layout.shard_numel * b.master.itemsize for b in moved)
             what, where = "optimizer state, masters and reduced gradients", "there"
         what = (
-            f"{what} in {engine.tier.name}: {in_units(moved_bytes)} a rank, of {in_units(available_host_bytes())} that this "
-            f"host has left; the step runs {where}"
+            f"{what} in {engine.tier.name}: {in_units(moved_bytes)} a rank, of {in_units(available_host_bytes())} free on "
+            f"this host; the step runs {where}"
         )
     return [*rows, ("offload.optimizer", what + stays)]
 
@@ -334,9 +337,9 @@ def _why_files_cannot_pay_off(engine: ZeroEngine, held_bytes: int) -> str:
         return ""
     most = sum(bucket.layout.shard_numel for bucket in engine.buckets) * free // (held_bytes * ranks)
     return (
-        f"; files cannot pay off below {most:,} parameters a rank, whose state fits in the {in_units(free)} that this host has "
-        f"left: a step reads and writes {in_units(2 * held_bytes)}, and a disk of 1 GB/s needs "
-        f"{2 * held_bytes * ranks / 1e9:.2g} s for those of this host"
+        f"; files cannot pay off below {most:,} parameters a rank, because their state fits in the {in_units(free)} of free "
+        f"memory on this host. In each step a rank reads and writes {in_units(2 * held_bytes)}; for all ranks of this host, "
+        f"a disk of 1 GB/s takes {2 * held_bytes * ranks / 1e9:.2g} s"
     )
 
 
@@ -359,7 +362,7 @@ def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     travels = (
         f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
     )
-    return [("outer steps", f"{travels}; {in_units(held)} beside the masters")]
+    return [("outer steps", f"{travels}; {in_units(held)} in addition to the masters")]
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -371,18 +374,18 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     classes = Counter(type(engine.module.get_submodule(name)).__name__ for layer in layers for name in layer.modules)
     named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
     if classes.total() > len(layers):
-        named += f" in {len(layers)} of `unit_bytes`"
+        named += f" in {len(layers)} units of `unit_bytes`"
     largest = max((layer.passing_bytes for layer in layers), default=0)
     ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
     if schedule.reshards_after_forward:
         most = root.passing_bytes + (1 + ahead) * largest
-        policy = f"{ahead} ahead, dropped after forward; at most {in_units(most)} gathered"
+        policy = f"{ahead} ahead, freed after forward; at most {in_units(most)} gathered"
     else:
         most = sum(unit.passing_bytes for unit in schedule.units)
         policy = f"kept until the step: {in_units(most)} gathered"
     rows = [("units", f"{named} and the root"), ("gathering", policy)]
     if engine.compiled_layers:
-        rows.append(("compiled", f"{engine.compiled_layers} layers, each by itself, in place of the whole model"))
+        rows.append(("compiled", f"{engine.compiled_layers} layers, each separately, instead of the whole model"))
     return rows
 
 

@@ -63,15 +63,15 @@ class ZeroArguments(_ArgumentsBase):
             if getattr(self, name, None):
                 raise ConfigError(
                     f"hf_zero: `--zero {cut(str(self.zero))}` and `--{name} {cut(str(getattr(self, name)))}`: two engines cannot "
-                    f"own one model. Leave --{name} out to train with hf_zero, or --zero to train with {engine}."
+                    f"own one model. Remove --{name} to train with hf_zero, or --zero to train with {engine}."
                 )
         other = self.parallelism_config
         cuts = not isinstance(other, ZeroPlugin) and getattr(other, "sp_size", 1) > 1
         # A plugin with the same config was set by this class: `dataclasses.replace` passes it to `__post_init__` again.
         if other is not None and not cuts and getattr(other, "config", None) != config:
             raise ConfigError(
-                f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: two ways to split one "
-                "model. Give one of them."
+                f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: both split the "
+                "model. Pass only one of them."
             )
         refuse_engines_of_the_launch()
 
@@ -192,6 +192,6 @@ class ZeroCallback(TrainerCallback):
         if self._is_default or installed == asked:
             return
         raise ConfigError(
-            "hf_zero: two configs for one Trainer: the training arguments, or an earlier ZeroCallback, have "
-            f"{'; '.join(differences(installed, asked))}. Give one of them, or the same to both."
+            "hf_zero: one Trainer got two different configs: the training arguments, or an earlier ZeroCallback, have "
+            f"{'; '.join(differences(installed, asked))}. Pass only one of them, or make them equal."
         )

@@ -51,7 +51,7 @@ def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
             # gloo's threads abort the process if it exits while they work.
             engine.finish_parameters()
     except CommunicationError as error:
-        logger.warning(f"{error} This rank had come to its end.")
+        logger.warning(f"{error} This rank had finished its script.")
     # A peer still reading would regard this exit as a failure; a peer waiting for this rank must notice the exit.
     watches = [engine.transport.watch for engine in engines]
     # With an engine, its watch announces this rank's end and keeps the store alive for ranks still at work.
@@ -61,6 +61,6 @@ def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
         at_work = watch.leave(_PATIENCE_S / len(watches))
     if at_work:
         logger.warning(
-            f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
-            "work. Their later collectives with this rank will fail."
+            f"hf_zero: rank {dist.get_rank()} has finished its script and exits now, while ranks {at_work} are still running. "
+            "Their later collectives with this rank will fail."
         )

@@ -110,12 +110,14 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
     try:
         if not receiving.poll(TIME_LIMIT_S):
             raise CheckpointError(
-                f"hf_zero: {path}: its model could not be made within {TIME_LIMIT_S:g} s, without its weights. The config asks "
-                "for more than a model of these weights has; take the config that belongs to them."
+                f"hf_zero: {path}: its model could not be built within {TIME_LIMIT_S:g} s, even without weights. The config "
+                "describes a larger model than these weights have; use the config that belongs to them."
             )
         answer = receiving.recv()
     except EOFError:
-        answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
+        answer = (
+            f"hf_zero: {path}: the process that built its model crashed. Use the config that belongs to these weights."
+        )
     finally:
         # Also after an answer, because the child may still be in transformers' clean-up.
         os.kill(child, signal.SIGKILL)
@@ -162,11 +164,11 @@ def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedMod
         found = getattr(transformers, name, None)
     if found is None:
         raise CheckpointError(
-            f"hf_zero: {folder / CONFIG_NAME} names the architecture {str(named)[:200]}, which transformers has not."
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {str(named)[:200]}, which transformers does not have."
         )
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise CheckpointError(
-            f"hf_zero: {folder / CONFIG_NAME} names the architecture {name}, which is no model (a subclass of PreTrainedModel)."
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {name}, which is not a subclass of PreTrainedModel."
         )
     return found
 
@@ -183,7 +185,7 @@ def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
         raise
     except Exception as error:
         raise CheckpointError(
-            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be made ({reason(error)})."
+            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be built ({reason(error)})."
         ) from error
     return model
 
@@ -198,8 +200,8 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
         counts[what] += 1
         if counts[what] > most[what]:
             raise CheckpointError(
-                f"hf_zero: {folder / CONFIG_NAME} is of a model with more than {most[what]} {what}, and the folder has {saved} "
-                "tensors. Take the config that belongs to the weights."
+                f"hf_zero: {folder / CONFIG_NAME} describes a model with more than {most[what]} {what}, but the folder has "
+                f"{saved} tensors. Use the config that belongs to the weights."
             )
 
     hooks = nn.modules.module
@@ -226,7 +228,7 @@ def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None
     except CheckpointError as error:
         answer = str(error)
     except Exception as error:
-        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({reason(error)})."
+        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be built ({reason(error)})."
     sending.send(answer)
 
 

@@ -42,8 +42,8 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     naming = accelerator.project_configuration
     if folder is None and accelerator.project_dir is None:
         raise ValueError(
-            "hf_zero: last_good_state was called without a folder, and the Accelerator has no project_dir. Give the folder that "
-            "save_state makes its folders in."
+            "hf_zero: last_good_state was called without a folder, and the Accelerator has no project_dir. Pass the folder in "
+            "which save_state creates its folders."
         )
     parent = Path(accelerator.project_dir, "checkpoints") if folder is None else Path(folder).expanduser()
     # An interrupted save may have renamed the state it was replacing, for example one of the same step.
@@ -65,15 +65,13 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
         faults = agreed(exchange_between_ranks, _findings(path, rank=rank, world_size=world_size)).faults
         if not faults:
             if passed:
-                logger.warning(
-                    f"hf_zero: going on from {path}. Passed over: {'; '.join(passed)}", main_process_only=True
-                )
+                logger.warning(f"hf_zero: resuming from {path}. Skipped: {'; '.join(passed)}", main_process_only=True)
             return str(path)
         passed.append(f"{path.name}: {shown(', '.join(faults[:3]), 2000)}")
     if passed:
         raise ValueError(
-            f"hf_zero: no state in {parent} is good: {'; '.join(passed)}. Nothing was trained: mend or move them, or give the "
-            "run another folder."
+            f"hf_zero: no state in {parent} is good: {'; '.join(passed)}. Nothing was trained: repair or move them, or use "
+            "another folder for the run."
         )
     return None
 
@@ -84,8 +82,8 @@ def warn_of_scaled_schedule(accelerator: Accelerator, folder: Path) -> None:
     scaled = [s for s in accelerator._schedulers if s.step_with_optimizer and not s.split_batches]
     if saved not in (None, now) and scaled:
         logger.warning(
-            f"hf_zero: accelerate has stepped the learning rate's schedule {saved} times a step, once for each process, and now "
-            f"steps it {now} times a step, so the resumed schedule jumps. Make the Accelerator with "
+            f"hf_zero: before the restart, accelerate stepped the learning rate schedule {saved} times a step, once for each "
+            f"process. It now steps it {now} times a step, so the resumed schedule jumps. Create the Accelerator with "
             "step_scheduler_with_optimizer=False, and call scheduler.step() if accelerator.sync_gradients is true.",
             main_process_only=True,
         )

@@ -42,16 +42,16 @@ def refuse_engines_of_the_launch() -> None:
         and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _YES
     ):
         raise ConfigError(
-            "hf_zero: CUDA was used before a launcher forked this process, and a fork cannot use CUDA. Restart the notebook; use "
-            "no GPU in a cell before the launcher's. ACCELERATE_USE_CPU=true trains on the CPU."
+            "hf_zero: CUDA was used before a launcher forked this process, and a forked process cannot use CUDA. Restart the "
+            "notebook, and use no GPU in the cells before the launcher's. ACCELERATE_USE_CPU=true trains on the CPU."
         )
     for variable, (engine, flag, argument) in _SWITCHES.items():
         value = os.environ.get(variable, "")
         if value.lower() in _YES:
             raise ConfigError(
-                f"hf_zero: {engine} is asked for as well: {variable} is {value!r}, which `accelerate launch {flag}`, its config "
-                f"file, {argument} set. Two engines cannot own one model. Leave that out (and unset {variable}), or do without "
-                "hf_zero."
+                f"hf_zero: {engine} is also requested: {variable} is {value!r}, which is set by `accelerate launch {flag}`, its "
+                f"config file, {argument}. Two engines cannot own one model. Remove that setting (and unset {variable}), or run "
+                "without hf_zero."
             )
     if _asks_for_parallelism():
         sizes = {f"{_PREFIX}_{axis}_SIZE": _size_of_launch(axis) for axis in (*_SPLITS, "TP")}
@@ -86,12 +86,12 @@ def _refuse_splits(sizes: Mapping[str, str], cuts_sequences: bool) -> None:
             continue
         if axis == "CP_SIZE":
             raise ConfigError(
-                f"hf_zero: {name} is {value}: torch's ring of context parallelism has kernels for accelerators alone, and "
-                "accelerate runs it through FSDP2. Leave it at 1, and take sp_size."
+                f"hf_zero: {name} is {value}: torch's ring attention for context parallelism has kernels for accelerators "
+                "only, and accelerate runs it through FSDP2. Set it to 1, and use sp_size."
             )
         raise ConfigError(
             f"hf_zero: {name} is {value}: accelerate would split the model or its batches itself. Two engines cannot "
-            "own one model. Leave it at 1; see `comm.shard_group_size`, and ZeroPlugin(tp_size=...) for tensor "
+            "own one model. Set it to 1; see `comm.shard_group_size`, and ZeroPlugin(tp_size=...) for tensor "
             "parallel models."
         )
 
@@ -103,8 +103,8 @@ def _refuse_comm_hooks(accelerator: Accelerator) -> None:
         hook = DDPCommunicationHookType(getattr(asked, field))
         if hook is not DDPCommunicationHookType.NO:
             raise ConfigError(
-                f"hf_zero: DistributedDataParallelKwargs has {field}={hook.value}, a hook of DDP, and hf_zero reduces gradients "
-                "in place of DDP. Leave it out. `reduce_dtype: bfloat16` or float16 sends gradients in 16 bits, and "
+                f"hf_zero: DistributedDataParallelKwargs has {field}={hook.value}, a hook of DDP, but hf_zero reduces gradients "
+                "instead of DDP. Remove it. `reduce_dtype: bfloat16` or float16 sends gradients in 16 bits, and "
                 "`comm.gradients: int8` in 8."
             )
 
@@ -119,13 +119,13 @@ def check_environment(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise ConfigError(
-            f"hf_zero: accelerate runs with distributed_type={kind.value}, which shards by itself. Two engines cannot own one "
-            "model. Launch without --use_fsdp, --use_deepspeed, --use_megatron_lm and their plugins, or do without hf_zero."
+            f"hf_zero: accelerate runs with distributed_type={kind.value}, which shards the model itself. Two engines cannot own "
+            "one model. Launch without --use_fsdp, --use_deepspeed, --use_megatron_lm and their plugins, or run without hf_zero."
         )
     asked = _ranks_asked_for()
     if asked is not None and asked != accelerator.num_processes:
         raise ConfigError(
-            f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each "
+            f"hf_zero: {asked} processes were requested, but accelerate counts {accelerator.num_processes} in each "
             f"of them, so data and state would not be split. On a CPU, {_way_to_ranks_on_the_cpu(asked)}."
         )
 
@@ -170,7 +170,7 @@ def refuse_earlier_accelerator(accelerator: Accelerator) -> None:
     """Raises `ConfigError` for an Accelerator built before a launcher forked this rank."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
         raise ConfigError(
-            f"hf_zero: the process group has {dist.get_world_size()} ranks, and this Accelerator, which was there before, counts "
+            f"hf_zero: the process group has {dist.get_world_size()} ranks, but this Accelerator was built before it and counts "
             f"{accelerator.num_processes}. Build the Accelerator or Trainer in the function that the launcher calls."
         )
 

@@ -70,8 +70,8 @@ def blocks_in_files(
         block = None if name is None else _block_of(view, shapes[name])
         if name is None or block is None:
             raise CheckpointError(
-                f"hf_zero: the tensor {file_name!r} of a weights file is no block of one of the model's tensors: transformers "
-                f"computes {type(model).__name__}'s from it. {then}"
+                f"hf_zero: the tensor {file_name!r} of a weights file is not a block of one of the model's tensors: "
+                f"transformers computes {type(model).__name__}'s tensors from it. {then}"
             )
         found[file_name] = FileBlock(name=name, offsets=block[0], sizes=block[1], shape=tuple(view.shape))
     return found

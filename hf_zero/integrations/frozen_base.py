@@ -52,7 +52,7 @@ def refuse_other_base(engine: ZeroEngine, checkpoint: Path) -> None:
     if saved != here:
         raise CheckpointError(
             f"hf_zero: the adapters of {checkpoint} were trained on another base model: its frozen parameters have checksum "
-            f"{saved} there and {here} here. Load the base that the run began with, or start without resume_from_checkpoint."
+            f"{saved} there and {here} here. Load the base that the run started with, or start without resume_from_checkpoint."
         )
 
 

@@ -40,9 +40,9 @@ def engine_of(owner: object) -> ZeroEngine:
 
 def _none_on(what: str, owner: object) -> str:
     return (
-        f"hf_zero: no engine on {what} ({type(owner).__name__}). Give Accelerator(parallelism_config=ZeroPlugin(...)), "
-        "ZeroTrainingArguments(zero=...) or ZeroCallback(...), and call prepare(model, optimizer) or train() first. A plugin "
-        "given to a second Accelerator of one process is ignored by accelerate: use plugin.attach(accelerator)."
+        f"hf_zero: no engine on {what} ({type(owner).__name__}). Use Accelerator(parallelism_config=ZeroPlugin(...)), "
+        "ZeroTrainingArguments(zero=...) or ZeroCallback(...), and call prepare(model, optimizer) or train() first. "
+        "accelerate ignores a plugin passed to a second Accelerator of one process: use plugin.attach(accelerator)."
     )
 
 
@@ -100,5 +100,5 @@ def _gathered_for(
 def _engine_with(parameters: Iterable[nn.Parameter]) -> ZeroEngine | None:
     engines = {id(engine): engine for engine in map(engine_attached_to, parameters) if engine is not None}
     if len(engines) > 1:
-        raise ValueError("hf_zero: these parameters belong to several prepared models; gather each model's by itself.")
+        raise ValueError("hf_zero: these parameters belong to several prepared models; gather each model's separately.")
     return next(iter(engines.values()), None)

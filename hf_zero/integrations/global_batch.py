@@ -79,13 +79,13 @@ def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
     if min(global_rows, rows, world_size) < 1:
         raise ValueError(
             f"hf_zero: same_global_batch got {global_rows} rows in a step, {rows} in a micro-batch and {world_size} ranks. "
-            "Each is at least 1."
+            "Each must be at least 1."
         )
     a_rank = global_rows // world_size
     if a_rank == 0:
         raise ValueError(
-            f"hf_zero: a step of {global_rows} rows cannot be dealt to {world_size} ranks. Start at most {global_rows} ranks, or "
-            "train with a larger batch from the beginning."
+            f"hf_zero: a step of {global_rows} rows cannot be distributed over {world_size} ranks. Start at most {global_rows} "
+            "ranks, or train with a larger batch from the start."
         )
     if global_rows % world_size == 0:
         micro = next(each for each in range(min(rows, a_rank), 0, -1) if a_rank % each == 0)

@@ -32,7 +32,7 @@ def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
         if not _is_alike(value, current):
             raise CheckpointError(
                 f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
-                "here. It is damaged or of another optimizer; resume from another checkpoint."
+                "here. It is damaged or belongs to another optimizer; resume from another checkpoint."
             )
         group[key] = _restored(value, current)
 

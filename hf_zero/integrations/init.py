@@ -198,9 +198,9 @@ def _weights_in_blocks(
     for name, values in held.items():
         block = blocks.get(name)
         if block is None or tuple(values.shape) != block.shape:
-            wanted = "has no such tensor" if block is None else f"wants {block.shape}"
+            wanted = "has no such tensor" if block is None else f"needs {block.shape}"
             raise CheckpointError(
-                f"hf_zero: the files have {name!r} of shape {tuple(values.shape)}, and the model {wanted}. Resume with the model "
+                f"hf_zero: the files have {name!r} of shape {tuple(values.shape)}, but the model {wanted}. Resume with the model "
                 "config that the checkpoint was made with."
             )
         found.setdefault(block.name, []).append(
@@ -210,8 +210,8 @@ def _weights_in_blocks(
         numel = sum(math.prod(part.sizes) for part in parts)
         if numel != math.prod(shapes[name]):
             raise CheckpointError(
-                f"hf_zero: the files have {numel} of the {math.prod(shapes[name])} elements of {name!r}: tensors of it are "
-                "missing. Resume from another checkpoint."
+                f"hf_zero: the files have {numel} of the {math.prod(shapes[name])} elements of {name!r}: some of its "
+                "tensors are missing. Resume from another checkpoint."
             )
 
     def read(name: str, box: Box, interval: Interval) -> torch.Tensor:

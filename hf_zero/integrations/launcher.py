@@ -67,7 +67,7 @@ def script_call(words: Sequence[str]) -> ScriptCall:
         "--zero", metavar="X", help="A stage (0, 1, 2, 3, auto), a YAML file, or settings such as stage=2,..."
     )
     parser.add_argument("-m", "--module", action="store_true", help="The script is the name of a module.")
-    parser.add_argument("script", help="A Python file, or a module's name behind -m.")
+    parser.add_argument("script", help="A Python file, or a module's name after -m.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's own arguments.")
     said = parser.parse_args(list(words))
     _refuse_missing(said.script, is_module=said.module)
@@ -82,15 +82,15 @@ def _config(said: str | None) -> ZeroConfig:
     inherited = os.environ.get(CONFIG_VARIABLE)
     if not inherited:
         raise ConfigError(
-            "hf_zero: no config was given. Give it before the script: `--zero 2 script.py --its-own arguments`, or set "
+            "hf_zero: no config was given. Pass it before the script: `--zero 2 script.py --its-own arguments`, or set "
             f"{CONFIG_VARIABLE}. --zero takes a stage (0, 1, 2, 3, auto), a YAML file, or settings such as "
             "stage=2,grad_accumulation=local."
         )
     return ZeroConfig.of(inherited, CONFIG_VARIABLE)
 
 
-_IN_A_SHELL = "Put `hf-zero run --zero 2` into it, in place of `python` or `torchrun`, and run it in a shell"
-_A_CONFIG = "Give a config as `--zero FILE`, and the path of a Python file after it"
+_IN_A_SHELL = "Replace `python` or `torchrun` in it by `hf-zero run --zero 2`, and run it in a shell"
+_A_CONFIG = "Pass a config as `--zero FILE`, and the path of a Python file after it"
 _NOT_PYTHON = {
     **dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), _IN_A_SHELL),
     **dict.fromkeys((".yaml", ".yml", ".json"), _A_CONFIG),
@@ -107,16 +107,16 @@ def _refuse_missing(script: str, *, is_module: bool) -> None:
         is_file = path.suffix == ".py" and path.is_file()
         if not is_file and (first in sys.modules or find_spec(first) or PathFinder.find_spec(first, [""])):
             return
-        meant = "A file has no -m before it" if path.exists() else "Give a name that `import` finds from this folder"
+        meant = "Omit -m before a file" if path.exists() else "Pass a name that `import` finds from this folder"
         raise ConfigError(f"hf_zero: there is no module {shown(script)}. {meant}.")
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"hf_zero: {shown(script)} is a notebook. Call hf_zero.launch(train, zero=2) in one of its cells."
         )
     if path.suffix in _NOT_PYTHON and path.is_file():
-        raise ConfigError(f"hf_zero: {shown(script)} is no Python file. {_NOT_PYTHON[path.suffix]}.")
+        raise ConfigError(f"hf_zero: {shown(script)} is not a Python file. {_NOT_PYTHON[path.suffix]}.")
     if path.is_dir() and not (path / "__main__.py").exists():
-        raise ConfigError(f"hf_zero: {shown(script)} is a folder without __main__.py. Give the path of a Python file.")
+        raise ConfigError(f"hf_zero: {shown(script)} is a folder without __main__.py. Pass the path of a Python file.")
     if not path.exists():
         raise ConfigError(f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. {_instead_of(path)}.")
 
@@ -124,15 +124,15 @@ def _refuse_missing(script: str, *, is_module: bool) -> None:
 def _instead_of(path: Path) -> str:
     """Returns the probable remedy for the name of a missing script."""
     if path.name in ("python", "python3"):
-        return "Leave out `python`: the script follows the options"
+        return "Remove `python`: the script follows the options"
     if path.name in ("accelerate", "torchrun", "deepspeed", "mpirun"):
-        return f"Leave out `{path.name}` and its options: hf-zero run starts the ranks"
+        return f"Remove `{path.name}` and its options: hf-zero run starts the ranks"
     if re.fullmatch(r"[a-z_.]+=.*", path.name):
         return "Settings of --zero are one word, with commas and no spaces: stage=2,comm.timeout_s=600"
     names = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
     if near := difflib.get_close_matches(path.name, names, n=1):
         return f"The nearest one is {shown(str(path.parent / near[0]))}"
-    return "Give the path of a Python file, or `-m` and a module's name"
+    return "Pass the path of a Python file, or `-m` and a module's name"
 
 
 # ---- A config file of accelerate instead of one of hf_zero's ----
@@ -287,14 +287,14 @@ def launch_of(
     allowed = (
         f"1 to {count}, as this machine has {count} {named}, or any number with --cpu"
         if count
-        else "a number from 1 on"
+        else "a number of at least 1"
     )
     if ranks < 1 or (count and ranks > count):
-        raise ConfigError(f"hf_zero: --num-processes is {ranks}. It takes {allowed}.")
+        raise ConfigError(f"hf_zero: --num-processes is {ranks}; allowed: {allowed}.")
     if count and kind != "cuda":
         print(
-            f"hf_zero: {ranks} of {count} {named} train. hf_zero has run on NVIDIA GPUs and CPUs only: compare the first "
-            "losses with --zero 0, or train with --cpu.",
+            f"hf_zero: this run uses {ranks} of {count} {named}. hf_zero was tested on NVIDIA GPUs and CPUs only: compare the "
+            "first losses with those of --zero 0, or train with --cpu.",
             file=sys.stderr,
         )
     flags = ["--num_processes", str(ranks), "--num_machines", "1"]

@@ -54,5 +54,5 @@ def describe_files(files: Iterable[str | Path]) -> str:
         with file.open("rb") as opened:
             # Only the start, with names, dtypes and shapes: otherwise each rank would read all files to use only a part.
             header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
-        described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
+        described.append(f"{file.name} ({file.stat().st_size} bytes, starts with {header})")
     return ", ".join(described)

@@ -45,12 +45,12 @@ class LoopStop(StopSignals):
         if self._asked == AUTO and self._accelerator.project_dir is None:
             raise ConfigError(
                 "hf_zero config: `checkpoint.on_signal: auto`, `every_minutes` and `budget` save in `checkpoints` of the "
-                "Accelerator's project_dir, which is None. Give the Accelerator a project_dir, or on_signal a folder: "
+                "Accelerator's project_dir, which is None. Pass project_dir to the Accelerator, or set on_signal to a folder: "
                 "`runs/first/step_{step}`."
             )
         if self._asked != AUTO and names_itself:
             raise ConfigError(
-                f"hf_zero config: `checkpoint.on_signal` is {self._asked}, and the Accelerator names its states by itself "
+                f"hf_zero config: `checkpoint.on_signal` is {self._asked}, but the Accelerator names its states itself "
                 "(automatic_checkpoint_naming). Set `checkpoint.on_signal: auto`."
             )
 

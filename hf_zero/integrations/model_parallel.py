@@ -48,8 +48,8 @@ def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any
     for name, what in others.items():
         if kwargs.get(name) not in (None, 1):
             raise ConfigError(
-                f"hf_zero: {name}={kwargs[name]} ({what}) cannot be combined with hf_zero. Leave it out: hf_zero shards over all "
-                "ranks that tp_size leaves." + (_OF_PIPELINES if name == "pp_size" else "")
+                f"hf_zero: {name}={kwargs[name]} ({what}) cannot be combined with hf_zero. Remove it: hf_zero shards over all "
+                "ranks that tp_size does not use." + (_OF_PIPELINES if name == "pp_size" else "")
             )
     ranks = dist.get_world_size() if dist.is_initialized() else max(tp_size, ep_size)
     if ranks % tp_size:
@@ -65,7 +65,7 @@ def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any
     return _config_class()(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
 
 
-_OF_PIPELINES = " (transformers' pipeline is for generating: what its stages send each other carries no gradient back.)"
+_OF_PIPELINES = " (transformers' pipeline is for generation: its stages send no gradients back.)"
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def _refuse_local_sgd(caller: FrameType) -> None:
         return
     asked = getattr(caller.f_locals.get("self"), "local_sgd_steps", "N")
     raise NotImplementedError(
-        f"hf_zero: LocalSGD(local_sgd_steps={asked}) steps a whole model on each rank, and here the ranks share one "
-        f"optimizer's state. Set `comm.sync_every: {asked}` in hf_zero's config, and leave LocalSGD out or pass it "
+        f"hf_zero: LocalSGD(local_sgd_steps={asked}) steps a whole model on each rank, but here the optimizer's state is "
+        f"sharded over the ranks. Set `comm.sync_every: {asked}` in hf_zero's config, and remove LocalSGD or pass it "
         "enabled=False."
     )

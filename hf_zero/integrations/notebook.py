@@ -87,7 +87,7 @@ def launch(
         )
         status = _run(started.command, started.environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         if status:
-            raise RuntimeError(f"hf_zero: {_first_error(folder)}; the launcher has ended with status {status}.")
+            raise RuntimeError(f"hf_zero: {_first_error(folder)}; the launcher exited with status {status}.")
         return _read(folder / "result")
 
 
@@ -201,7 +201,7 @@ def _is_alive(process: psutil.Process) -> bool:
 def _first_error(folder: Path) -> str:
     errors = sorted(folder.glob("error *"), key=lambda path: path.stat().st_mtime)
     return (
-        errors[0].read_text() if errors else "a rank of hf_zero.launch was killed, or its reason is in the output above"
+        errors[0].read_text() if errors else "a rank of hf_zero.launch was killed, or its error is in the output above"
     )
 
 

@@ -37,7 +37,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
     indices = [list(group["params"]) for group in saved["param_groups"]]
     if [len(group) for group in indices] != [len(names) for names in group_names]:
         raise CheckpointError(
-            f"hf_zero: {file} has groups of {[len(group) for group in indices]} parameters, and the optimizer has groups of "
+            f"hf_zero: {file} has groups of {[len(group) for group in indices]} parameters, but the optimizer has groups of "
             f"{[len(names) for names in group_names]}. Resume with the settings that the checkpoint was made with."
         )
     for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
@@ -56,7 +56,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
             # Factors of rows or columns (Adafactor) have only some of the parameter's dimensions.
             if torch.is_tensor(value) and not {1, *shapes[name]}.issuperset(value.shape):
                 raise CheckpointError(
-                    f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
+                    f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, but the parameter has {shapes[name]}. "
                     "Resume with the model that the checkpoint was made with."
                 )
 
@@ -89,10 +89,10 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
     """Compares the settings, because the file does not name the class: Adam has betas, SGD has momentum."""
     for setting in _TELLING:
         if (setting in saved) != (setting in group):
-            has, here = ("has", "has not") if setting in saved else ("does not have", "has")
+            has, here = ("has", "does not have") if setting in saved else ("does not have", "has")
             raise CheckpointError(
-                f"hf_zero: {file} is of an optimizer that {has} the setting {setting!r}, which this run's {kind} {here}. Resume "
-                "with the same optimizer, or start afresh from the saved model."
+                f"hf_zero: {file} was saved with an optimizer that {has} the setting {setting!r}, which this run's {kind} "
+                f"{here}. Resume with the same optimizer, or start afresh from the saved model."
             )
 
 

@@ -59,8 +59,8 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
         is_anothers = came_second and first is not None and first != config
         if is_without or is_anothers:
             raise ConfigError(
-                f"hf_zero: {type(optimizer).__name__} steps, and a ZeroPlugin for stage {config.stage} was installed "
-                f"nowhere: accelerate takes what the first Accelerator was given ({_named(first)}). Call "
+                f"hf_zero: {type(optimizer).__name__} steps, but a ZeroPlugin for stage {config.stage} was not "
+                f"installed: accelerate uses the plugin of the first Accelerator only ({_named(first)}). Call "
                 "plugin.attach(accelerator) before prepare, or pass ZeroCallback to the Trainer."
             )
         # A plugin with an equal config is equivalent.
@@ -106,8 +106,8 @@ class ZeroPlugin(ParallelismConfig):
         ErrorHook.installed()
         if config is not None and settings:
             raise ConfigError(
-                f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; give one "
-                "of the two."
+                f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; pass only "
+                "one of the two."
             )
         refuse_engines_of_the_launch()
         if settings:
@@ -129,11 +129,11 @@ class ZeroPlugin(ParallelismConfig):
             ConfigError: `sp_size` is not positive, or the plugin already has a different number.
         """
         if not isinstance(sp_size, int) or sp_size < 1:
-            raise ConfigError(f"hf_zero: sp_size is {shown(sp_size)}; allowed: a whole number from 1 on.")
+            raise ConfigError(f"hf_zero: sp_size is {shown(sp_size)}; allowed: an integer of at least 1.")
         if self.sp_size not in (1, sp_size):
             raise ConfigError(
-                f"hf_zero: sp_size is {self.sp_size} in the ZeroPlugin and {sp_size} in the script's ParallelismConfig. Give one "
-                "of them."
+                f"hf_zero: sp_size is {self.sp_size} in the ZeroPlugin and {sp_size} in the script's ParallelismConfig. Set only "
+                "one of them."
             )
         self.sp_size = sp_size
         if sp_size > 1:
@@ -170,7 +170,7 @@ class ZeroPlugin(ParallelismConfig):
             )
         if accelerator._models or accelerator._optimizers:
             raise ConfigError(
-                "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."
+                "hf_zero: plugin.attach(accelerator) was called after accelerator.prepare; attach first, then prepare."
             )
         self._install(accelerator)
         return accelerator

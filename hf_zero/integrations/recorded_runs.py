@@ -51,7 +51,7 @@ class RecordedAccelerator(_AcceleratorBase):
             return
         if folder is None:
             raise ConfigError(
-                "hf_zero config: `report: true` writes to the run's folder, and this Accelerator has none. Build it with "
+                "hf_zero config: `report: true` writes to the run's folder, but this Accelerator has none. Build it with "
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
         # After the error above, which all ranks raise: if only rank 0 raised, the others would wait in their first collective.

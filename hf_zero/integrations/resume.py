@@ -91,14 +91,14 @@ def _load_fault(path: Path, wanted: tuple[str, ...]) -> str | None:
         # Catch all, because each reader raises its own errors for a file that is not a pickle.
         return read_fault(error)
     is_written = isinstance(content, dict) and all(name in content for name in wanted)
-    return None if is_written else "holds what no Trainer writes there"
+    return None if is_written else "has contents that Trainer never writes there"
 
 
 def state_faults(checkpoint: Path) -> list[str]:
     """Lists obstacles to a resume in a checkpoint's Trainer state."""
     path = checkpoint / STATE_NAME
     if not path.is_file():
-        return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
+        return [f"{STATE_NAME} is missing, so it is not a checkpoint of a Trainer"]
     try:
         content = read_mapping(path)
     except CheckpointError as error:
@@ -110,7 +110,7 @@ def state_faults(checkpoint: Path) -> list[str]:
         value = content.get(name)
         # JSON integers have any size; torch and Trainer would fail on larger ones in the middle of a resume.
         if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
-            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
+            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which Trainer never writes")
     return faults
 
 
@@ -119,8 +119,8 @@ logger = logging.get_logger(__name__)
 LAST_GOOD = "last-good"
 
 _THEN = (
-    "Nothing was trained. Make the folder writable and free some room, or give another output_dir; a run with save_strategy='no' "
-    "that starts afresh needs none."
+    "Nothing was trained. Make the folder writable and free some space, or use another output_dir. A new run with "
+    "save_strategy='no' does not need the folder."
 )
 _LONGEST = 2000
 
@@ -147,7 +147,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
         if found is None and passed:
             raise ValueError(
                 f"hf_zero: `checkpoint.resume: auto` finds no good checkpoint in {output_dir}: {_in_words(passed)}. Nothing was "
-                "trained: mend or move them, or give the run another output_dir."
+                "trained: repair or move them, or use another output_dir for the run."
             )
         # A folder requested by name is only for the first start, when output_dir has no checkpoint yet.
         if found is not None or asked is True or asked is None:
@@ -163,8 +163,8 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
     if found is None and asked is True:
         # Begins like Trainer's own error.
         raise ValueError(
-            f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}. Leave "
-            "resume_from_checkpoint out, or give 'last-good', which starts from the beginning if there is none."
+            f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}. Omit "
+            "resume_from_checkpoint, or pass 'last-good', which starts from step 0 if there is none."
         )
     if rank == 0 and found is None:
         logger.warning(f"hf_zero: no good checkpoint in {output_dir} ({said or 'it holds none'}); starting afresh.")
@@ -200,7 +200,7 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
         exchange_between_ranks,
         # Before the search, so a checkpoint renamed by an interrupted save is restored under its name and counts again.
         lambda: clear_leftovers(output_dir) if disk.leads else None,
-        doing=f"clear {output_dir} of what killed runs left",
+        doing=f"delete leftovers of killed runs in {output_dir}",
         then=_THEN,
     )
     with _checking(trainer) as show:
@@ -216,7 +216,7 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
             on_progress=show,
         )
     if rank == 0 and found is not None and passed:
-        logger.warning(f"hf_zero: resuming from {found}. Passed over: {_in_words(passed)}")
+        logger.warning(f"hf_zero: resuming from {found}. Skipped: {_in_words(passed)}")
     return None if found is None else str(found), passed
 
 
@@ -230,8 +230,8 @@ def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
     if not manifest.elsewhere or (manifest.world_size == world_size and own not in manifest.elsewhere):
         return []
     return [
-        f"each host has a part of it, of {manifest.world_size} ranks, and the part of rank {rank} of {world_size} is not here "
-        "(an output_dir shared by all hosts has no such parts)"
+        f"each host has a part of it, saved by {manifest.world_size} ranks, and the part of rank {rank} of {world_size} is "
+        "missing here (an output_dir shared by all hosts has no such parts)"
     ]
 
 
@@ -240,8 +240,8 @@ def _warn_of_beginning_again(output_dir: Path, rank: int) -> None:
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if restarts and rank == 0 and any(newest_first(output_dir)):
         logger.warning(
-            f"hf_zero: the launcher has restarted this run ({restarts} times), and training begins again at step 0 beside the "
-            f"checkpoints in {output_dir}. Set `checkpoint.resume: auto` to go on from the newest good one."
+            f"hf_zero: the launcher has restarted this run ({restarts} times), and training starts again at step 0, although "
+            f"{output_dir} has checkpoints. Set `checkpoint.resume: auto` to resume from the newest good one."
         )
 
 
@@ -272,7 +272,7 @@ def share_output_dir(trainer: Trainer) -> None:
         listed = ", ".join(repr(name) for name in dict.fromkeys(names[:4]))
         logger.warning(
             f"hf_zero: the ranks have different output_dirs ({shown(listed)}). All ranks write to rank 0's, which is "
-            "`args.output_dir` now. Name the folder by something that all ranks know, and not by each rank's clock."
+            "`args.output_dir` now. Choose a name that is the same on all ranks, without the time of each rank's clock."
         )
 
 
@@ -293,7 +293,7 @@ def disks_apart(trainer: Trainer, disk: Disk) -> str:
     settings = trainer.accelerator.zero_config.checkpoint
     return (
         f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir {trainer.args.output_dir!r} as "
-        f"rank {disk.rank}, and all write one weights file. Give all hosts one folder, or set `checkpoint.layout: sharded`"
+        f"rank {disk.rank}, but all write one weights file. Use one folder for all hosts, or set `checkpoint.layout: sharded`"
         + (", without `checkpoint.full_every`." if settings.full_every else ".")
     )
 
@@ -337,6 +337,4 @@ def checkpoints_inside(folder: Path) -> list[str]:
     if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
         return []
     inside = next(newest_first(folder), None)
-    return (
-        [] if inside is None else [f"it is a folder of checkpoints; {inside.name} is inside, so give {str(inside)!r}"]
-    )
+    return [] if inside is None else [f"it is a folder of checkpoints; pass the newest of them, {str(inside)!r}"]

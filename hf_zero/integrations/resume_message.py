@@ -26,7 +26,9 @@ def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = Non
         origin = _by(manifest.world_size, manifest.stage)
     here = _by(engine.world_groups.world_size, engine.config.stage)
     at = _progress(Path(folder), manifest)
-    print(f"hf_zero: resumed from {folder}{at}, saved by {origin}; going on with {here}.", file=sys.stderr, flush=True)
+    print(
+        f"hf_zero: resumed from {folder}{at}, saved by {origin}; continuing with {here}.", file=sys.stderr, flush=True
+    )
 
 
 def _by(ranks: int, stage: int) -> str:

@@ -30,7 +30,7 @@ class RowsOfAStep:
         """
         self._former = DataPosition.read(Path(checkpoint))
         if self._former is None:
-            self._say(f"{checkpoint} does not say how many rows a step took, so the training arguments do.")
+            self._say(f"{checkpoint} does not record the rows of a step, so the training arguments set them.")
             return
         args, now, wanted = self._trainer.args, self._batch, self._former.global_rows
         if now.global_rows == wanted:
@@ -42,12 +42,12 @@ class RowsOfAStep:
         self._trainer._train_batch_size = args.train_batch_size
         if batch.global_rows == wanted:
             self._say(
-                f"a step takes {wanted} rows as before the restart: {batch}. By the training arguments it were {now}."
+                f"a step keeps its {wanted} rows from before the restart: {batch}. The training arguments would give {now}."
             )
         else:
             self._say(
-                f"a step took {wanted} rows, which {batch.world_size} ranks cannot share evenly: from here it takes {batch}. "
-                "Learning rate and schedule go on by steps, as they are."
+                f"a step had {wanted} rows, which {batch.world_size} ranks cannot share evenly: from now on it has {batch}. "
+                "Learning rate and schedule are unchanged, and continue by steps."
             )
 
     def skipped_batches(self, epochs: int, batches: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class RowsOfAStep:
             return epochs, batches
         steps, again = divmod(former.rows, now.global_rows)
         if again:
-            self._say(f"steps have another size now: {again} rows before the checkpoint are trained on once more.")
+            self._say(f"steps have a different size now: {again} rows from before the checkpoint are trained on again.")
         return former.epoch, steps * now.accumulation
 
     def position(self) -> DataPosition:

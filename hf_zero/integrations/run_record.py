@@ -26,7 +26,7 @@ class RunRecord:
         """Raises `ConfigError` if the script itself sets up hf_zero with settings different from the run's."""
         if config != self.config:
             raise ConfigError(
-                "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin "
-                f"or ZeroCallback), have {'; '.join(differences(self.config, config))}. Give one of them, or the "
-                "same to both."
+                "hf_zero: one run got two different configs: `--zero` of hf_zero.run, and the script's own (its --zero, "
+                f"ZeroPlugin or ZeroCallback), have {'; '.join(differences(self.config, config))}. Pass only one of them, "
+                "or make them equal."
             )

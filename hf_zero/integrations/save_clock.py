@@ -123,7 +123,8 @@ class SaveClock:
             more = ", and a crash can cost more than that" if share > 0.5 else ""
             print(
                 f"hf_zero: a save takes {self._cost_s:.1f} s, {share:.0%} of `checkpoint.every_minutes: "
-                f"{self._settings.every_minutes:g}`{more}. Set {self._cost_s / _NOTABLE / 60:.2g} to spend a tenth on saves.",
+                f"{self._settings.every_minutes:g}`{more}. Set {self._cost_s / _NOTABLE / 60:.2g} to spend 10% of the time "
+                "on saves.",
                 file=sys.stderr,
                 flush=True,
             )

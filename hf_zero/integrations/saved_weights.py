@@ -78,7 +78,9 @@ def weight_files(folder: Path, number: int = 0) -> list[str]:
         refuse_links(folder, [index])
         weight_map = read_mapping(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
+            raise CheckpointError(
+                f"hf_zero: {index} is damaged: its weight_map is not a mapping from tensors to files."
+            )
         names = sorted(set(weight_map.values()))
         # Open only files of this folder, because an index from the Hub may name any path.
         bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
@@ -96,7 +98,7 @@ def weight_files(folder: Path, number: int = 0) -> list[str]:
             "`safe_serialization=True`, the default."
         )
     newest = next(newest_first(folder), None)
-    inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
+    inside = "" if newest is None else f"; it holds checkpoints: pass the newest, {newest}"
     raise CheckpointError(f"hf_zero: {folder} holds no {names[0]} and no {SAFETENSORS_INDEX_FILE}{inside}.")
 
 
@@ -241,9 +243,7 @@ class MasterWeights(Weights):
         self._mastered = {name for name in self._mastered if is_of_first(name)}
         nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
         if nameless:
-            raise CheckpointError(
-                f"hf_zero: {checkpoint} has a master of {nameless[0]!r}, which is no name of its weights."
-            )
+            raise CheckpointError(f"hf_zero: {checkpoint} has a master of {nameless[0]!r}, but no weight of that name.")
         self.tensors = [
             replace(tensor, dtype="F32", nbytes=4 * math.prod(tensor.shape))
             if tensor.name in self._mastered

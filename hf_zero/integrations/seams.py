@@ -81,7 +81,7 @@ SEAMS = (
         owner="torch:UntypedStorage",
         names=("_cdata",),
         where=("optimizer/state_on_host",),
-        why="The address of a memory, by which its references are counted.",
+        why="The address of a storage, for counting its references.",
         test="test_device_window.py::test_views_of_state_from_before_a_step_have_the_values_after_it",
     ),
     Seam(

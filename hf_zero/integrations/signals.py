@@ -68,15 +68,16 @@ class StopSignals:
         for number in _SIGNALS:
             if signal.getsignal(number) is None:
                 logger.warning(
-                    f"hf_zero: {number.name} has a handler that is not Python's, which stays: no stop for it."
+                    f"hf_zero: {number.name} has a handler that was not set by Python. The handler is kept, so the signal does "
+                    "not save and stop training."
                 )
                 continue
             try:
                 self._former[number] = signal.signal(number, self._note)
             except ValueError as error:
                 raise ConfigError(
-                    "hf_zero: training runs in another thread than the main one, where Python cannot note signals. Leave "
-                    "`checkpoint.on_signal` and `enable_jit_checkpoint` out, or train in the main thread."
+                    "hf_zero: training does not run in the main thread, and Python handles signals only there. Remove "
+                    "`checkpoint.on_signal` and `enable_jit_checkpoint`, or train in the main thread."
                 ) from error
 
     def release(self) -> None:
@@ -126,14 +127,14 @@ class StopSignals:
         except CheckpointError as error:
             if speaks:
                 reason = str(error).removeprefix("hf_zero: ")
-                _say(f"{name}, and step {step} is not saved, so all ranks end with status 1. {reason}")
+                _say(f"{name}, and step {step} is not saved, so all ranks exit with status 1. {reason}")
             raise SystemExit(1) from error
         waited_s = time.monotonic() - self._received_s if self.received else 0.0
         # The maximum over all ranks, because the printing rank may not have received the signal.
         waited_s = max(engine.world.exchange(waited_s, "signals"))
         if speaks:
             _say(
-                f"{name}: all ranks have saved step {step} in {folder}, and end with status {128 + number}"
+                f"{name}: all ranks have saved step {step} in {folder}, and exit with status {128 + number}"
                 + ("." if is_time_up else f", {waited_s:.1f} s after the signal.")
             )
         former = self._former.get(self.received)

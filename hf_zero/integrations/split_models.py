@@ -40,8 +40,8 @@ def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
         # The engine has replaced the parameters. Unless closed, a second try would find the model in use.
         engine.close()
         raise ConfigError(
-            f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} and tp_size of the plugin is {dealt}, by which "
-            f"accelerate deals batches. Give it the model's: ZeroPlugin(..., tp_size={ranks})."
+            f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} but tp_size of the plugin is {dealt}, and "
+            f"accelerate distributes batches by it. Pass the model's size: ZeroPlugin(..., tp_size={ranks})."
         )
 
 

@@ -55,7 +55,7 @@ def _folder_to_fill(
         final = final.resolve() if final.is_symlink() else final
     else:
         raise ValueError(
-            "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
+            "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Pass the folder, or "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
     exchange = engine.world.exchange
@@ -71,16 +71,18 @@ def _folder_to_fill(
         # accelerate's logger prints on the main process only.
         logger.warning(
             f"hf_zero: the ranks save their state to different folders: {shown(', '.join(folders[:4]))}. All ranks write to rank "
-            "0's: give save_state the same one on every rank."
+            "0's: pass the same folder to save_state on every rank."
         )
     # Here and below, all ranks use rank 0's answer: if the answers differed, the ranks without an error would wait for the
     # others in the next exchange.
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
-            f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
+            f"hf_zero: {final} already exists. Set accelerator.project_configuration.iteration to the next free number."
         )
     if exchange(final.exists() and not final.is_dir())[0]:
-        raise ValueError(f"hf_zero: {final} is a file, and a state is a folder. Give save_state another name.")
+        raise ValueError(
+            f"hf_zero: {final} is a file, but save_state writes a folder. Pass another name to save_state."
+        )
     if exchange(_holds_something_else(final))[0]:
         yield final, final, save
         return
@@ -129,14 +131,14 @@ def refuse_unless_state(folder: Path) -> None:
     """Raises `ValueError` for a folder not written by `save_state` with an engine."""
     if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
         raise ValueError(
-            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "
-            "give OUT."
+            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; convert it with `hf-zero convert {folder} OUT`, and "
+            "pass OUT."
         )
     if not (folder / ZERO_FOLDER).is_dir():
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else no_folder(folder)
         inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
         raise ValueError(
-            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
+            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Pass a folder "
             "that accelerator.save_state wrote in a run with the plugin"
             + (f"; {inside[-1].name} is inside: load_state({str(inside[-1])!r})." if inside else ".")
         )

@@ -232,8 +232,8 @@ def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[
     name, loose = type(optimizer).__name__, [key for key in optimizer.state if not torch.is_tensor(key)]
     if loose:
         raise CheckpointError(
-            f"hf_zero: {name} keeps state of no parameter, under {loose[0]!r}, and only that of parameters is saved. Keep it in "
-            "`param_groups`, whose settings are saved too, or train without checkpoints."
+            f"hf_zero: {name} keeps state under {loose[0]!r}, which is not a parameter, and only the state of parameters is "
+            "saved. Keep it in `param_groups`, which are also saved, or train without checkpoints."
         )
     described: dict[str, Any] = {
         "class": name,
@@ -333,8 +333,8 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
             # parameters.
             if not same_groups(saved["groups"], names):
                 raise CheckpointError(
-                    f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
-                    "optimizer's now. Resume with the weight-decay and group settings that the checkpoint was made with."
+                    f"hf_zero: {folder}: the parameter groups of {saved['class']} hold different parameters than the "
+                    "optimizer's groups now. Resume with the weight-decay and group settings that the checkpoint was made with."
                 )
             for group, its in zip(optimizer.param_groups, saved["groups"]):
                 _refuse_namesake(saved["class"], its["settings"], group, folder)
@@ -356,7 +356,7 @@ def _refuse_namesake(name: str, saved: dict[str, Any], group: dict[str, Any], fo
     if differing is not None:
         there, here = differing
         raise CheckpointError(
-            f"hf_zero: {folder} was made with another optimizer that is called {name}: it has the setting {there!r}, "
+            f"hf_zero: {folder} was made with a different optimizer also called {name}: it has the setting {there!r}, "
             f"and this run's has {here!r}. Resume with the same package's optimizer, or start afresh from the saved "
             "model."
         )

@@ -48,8 +48,8 @@ def watch_for_the_variable() -> None:
         if engine is None and os.environ.get("RANK", "0") == "0":
             print(
                 f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
-                "sharded. The variable is what ZeroPlugin() and ZeroCallback() without arguments read. Give "
-                "one of these to the Accelerator or the Trainer, or say `--zero`; or unset the variable.",
+                "sharded. Only ZeroPlugin() and ZeroCallback() without arguments read the variable. Pass one "
+                "of them to the Accelerator or the Trainer, or pass `--zero`, or unset the variable.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -87,7 +87,7 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     """Prevents a Trainer with several visible GPUs from copying the model to all of them (`nn.DataParallel`)."""
     args = trainer.args
     logger.warning(
-        f"hf_zero: this one process sees {args.n_gpu} GPUs and trains on {args.device} alone: the engine takes a process for "
+        f"hf_zero: this process sees {args.n_gpu} GPUs and trains on {args.device} only: the engine needs one process for "
         f"each GPU. Start them with `torchrun --nproc-per-node {args.n_gpu} ...` or `accelerate launch`."
     )
     args._n_gpu = 1
@@ -566,7 +566,7 @@ class ZeroTrainerMixin(_TrainerBase):
             if leave_in_checkpoint(self.model, folder):
                 self._issue_warnings_after_load(_nothing_missing())
                 return True
-            logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+            logger.info(f"hf_zero: {folder} has different tensors than the model, so each rank loads all of it.")
         return False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -749,8 +749,8 @@ def _warn_of_early_outer_steps(trainer: Trainer) -> None:
     """Warns of saves between outer steps, and of evaluations while the groups' models differ."""
     every = trainer.accelerator.zero_config.comm.sync_every
     plans = {
-        "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save takes the next outer step early"),
-        "eval_steps": (trainer.args.eval_strategy, trainer.args.eval_steps, "each group evaluates a model of its own"),
+        "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save runs the next outer step early"),
+        "eval_steps": (trainer.args.eval_strategy, trainer.args.eval_steps, "each group evaluates its own model"),
     }
     for name, (strategy, steps, what) in plans.items():
         if strategy == IntervalStrategy.STEPS and steps >= 1 and steps % every:
@@ -769,7 +769,7 @@ def _warn_of_scaled_loss(trainer: Trainer) -> None:
     if not ignores_num_items(head):
         return
     print(
-        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalizes its loss by num_items_in_batch, which it "
+        f"hf_zero: Trainer treats {type(head).__name__} as a model that normalizes its loss by num_items_in_batch, but it "
         f"does not: loss and gradient norm will be {factor} times too large (true without hf_zero as well). Set "
         "`trainer.model_accepts_loss_kwargs = False` before train() for the true mean.",
         file=sys.stderr,

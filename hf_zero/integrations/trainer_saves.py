@@ -59,7 +59,7 @@ from .weight_rows import WeightsPlan, saved_tensors_of, values_to_save, weight_r
 # shapes, and its function to write a file is replaced by one that allocates the file or only notes its contents. Each rank
 # then writes the bytes of its own shard. Nothing is gathered, and no rank needs additional memory for parameters.
 
-AFTER_A_FAILED_SAVE = "The former checkpoints are as they were, and training state is unharmed."
+AFTER_A_FAILED_SAVE = "The earlier checkpoints and the training state are unchanged."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +443,7 @@ class CheckpointSaver:
         self._store_exchange.hurry(_PATIENCE_S)
         if isinstance(error, KeyboardInterrupt) and not self._background.is_done(_GLANCE_S):
             logger.warning(
-                f"hf_zero: interrupted; the save under way is dropped if it takes {_PATIENCE_S:.0f} s more. "
+                f"hf_zero: interrupted; the save in progress is dropped if it takes {_PATIENCE_S:.0f} s more. "
                 f"{AFTER_A_FAILED_SAVE}"
             )
             if not self._background.is_done(_PATIENCE_S):
@@ -466,7 +466,7 @@ class CheckpointSaver:
             self._trainer.state.best_model_checkpoint = self._former_best
             if self.engine.config.checkpoint.on_failure == "stop":
                 raise
-            logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
+            logger.warning(f"{error} Training continues because of `checkpoint.on_failure: continue`.")
 
     def _save(self, save: str, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
@@ -729,7 +729,7 @@ def _discard(path: Path, why: str) -> None:
     try:
         discard(path)
     except OSError as error:
-        logger.warning(f"hf_zero: {path} {why} and could not be taken away: {error}")
+        logger.warning(f"hf_zero: {path} {why}, but could not be deleted: {error}")
 
 
 def _is_kept(checkpoint: Path) -> bool:

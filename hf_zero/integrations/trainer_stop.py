@@ -134,7 +134,7 @@ class TrainerStop(StopSignals):
             trainer._checkpoint_saver.finish()
         # With `checkpoint.on_failure: continue`, a failed save only warns.
         if not all(engine.world.exchange(folder.is_dir(), "signals")):
-            raise CheckpointError(f"hf_zero: {folder} could not be written. The former checkpoints are as they were.")
+            raise CheckpointError(f"hf_zero: {folder} could not be written. The earlier checkpoints are unchanged.")
         return folder
 
     @contextmanager
@@ -185,7 +185,7 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
         return None
     if asked not in ("none", AUTO):
         raise ConfigError(
-            f"hf_zero config: `checkpoint.on_signal` is the folder {asked}, and Trainer saves in output_dir. Set "
+            f"hf_zero config: `checkpoint.on_signal` is the folder {asked}, but Trainer saves in output_dir. Set "
             "`checkpoint.on_signal: auto`."
         )
     stop = TrainerStop(trainer, trial)

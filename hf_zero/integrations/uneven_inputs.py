@@ -181,7 +181,7 @@ class JoinedRanks:
             joined = self._joined[event.engine]
             if joined.inputs is None:
                 raise RuntimeError(
-                    "hf_zero: this rank had no batch at all inside join_uneven_inputs, and needs one to go on with the others. "
+                    "hf_zero: this rank had no batch inside join_uneven_inputs, but needs one to follow the others. "
                     "Give each rank at least one batch."
                 )
             _DOES[event.kind](self, joined, event.details)
@@ -291,26 +291,26 @@ def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
             )
         if len(engine.models) > 1:
             raise ConfigError(
-                "hf_zero: join_uneven_inputs does not join several models that share an optimizer. Make the batches even "
+                "hf_zero: join_uneven_inputs does not support several models that share an optimizer. Make the batches even "
                 "(even_batches=True), or give each model its own optimizer."
             )
         if any(getattr(m, "track_running_stats", False) for m in engine.model.modules()):
             raise ConfigError(
-                f"hf_zero: join_uneven_inputs does not join {type(engine.model).__name__}: it has batch norms, whose statistics "
-                "a rank without batches would change by its last one. Make the batches even (even_batches=True)."
+                f"hf_zero: join_uneven_inputs does not support {type(engine.model).__name__}: it has batch norms, and a rank "
+                "without batches would add its last batch to their statistics again. Make the batches even (even_batches=True)."
             )
         if engine.config.out_of_memory == "halve":
             raise ConfigError(
-                "hf_zero: join_uneven_inputs does not go with `out_of_memory: halve`: ranks without batches would not know that "
-                "a micro-batch is taken in parts. Make the batches even (even_batches=True), or leave the setting out."
+                "hf_zero: join_uneven_inputs cannot be combined with `out_of_memory: halve`: ranks without batches would not "
+                "know that a micro-batch was split. Make the batches even (even_batches=True), or remove the setting."
             )
         engines.append(engine)
     if not engines:
-        raise TypeError("hf_zero: join_uneven_inputs was given no model; give it the prepared ones in a list.")
+        raise TypeError("hf_zero: join_uneven_inputs got no model; pass the prepared models in a list.")
     if accelerator.scaler is not None:
         raise ConfigError(
-            "hf_zero: join_uneven_inputs does not go with loss scaling (float16): a rank without batches has no part in the "
-            "scale. Train in bfloat16, or make the batches even (even_batches=True)."
+            "hf_zero: join_uneven_inputs cannot be combined with loss scaling (float16): a rank without batches does not "
+            "take part in the scale. Train in bfloat16, or make the batches even (even_batches=True)."
         )
     schedulers = [prepared.scheduler for prepared in accelerator._schedulers]
     return JoinedRanks(engines, [model for model in models if isinstance(model, nn.Module)], schedulers)
@@ -328,7 +328,8 @@ def _batches_made(accelerator: Accelerator, even_batches: bool | None) -> Iterat
         sampler: Any = getattr(loader, "batch_sampler", None)
         if not hasattr(sampler, "even_batches"):
             warnings.warn(
-                "hf_zero: even_batches is for datasets with a length; an iterable one stays as it is.", stacklevel=4
+                "hf_zero: even_batches is only for datasets with a length; it does not change iterable datasets.",
+                stacklevel=4,
             )
             continue
         before.append((sampler, sampler.even_batches))

@@ -114,13 +114,13 @@ class Door:
         if self.record.accelerators == 0:
             return "it built neither an Accelerator nor a Trainer in this process"
         if self.record.models == 0:
-            return "it built an Accelerator and prepared no model"
+            return "it built an Accelerator, but prepared no model"
         return "it prepared a model without its optimizer"
 
 
 WHAT_IT_TAKES = (
     "hf_zero.run gives the engine to scripts that call accelerator.prepare(model, optimizer), or that train with a Trainer, "
-    "in the processes that the launcher starts. For another loop, build a ZeroEngine(model, [optimizer], 2) in it."
+    "in the processes that the launcher starts. For any other loop, build a ZeroEngine(model, [optimizer], 2) in it."
 )
 
 
@@ -129,7 +129,7 @@ def _refuse_other_engines(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ConfigError(
                 f"hf_zero: the script builds an Accelerator with {name}, for {engine}. Two engines cannot own one model. Run the "
-                f"script without hf_zero.run, or leave {name} out."
+                f"script without hf_zero.run, or remove {name}."
             )
 
 

@@ -84,7 +84,7 @@ def accept_folder(folder: Path, on_progress: Progress = untold) -> list[str]:
     """
     if folder.is_dir() and not is_checkpoint_of_ours(folder):
         raise CheckpointError(
-            f"hf_zero: {folder} is no checkpoint of hf_zero: there is no manifest to accept edits in."
+            f"hf_zero: {folder} is not a checkpoint of hf_zero: it has no manifest that could accept edits."
         )
     found = folder_findings(folder, on_progress)
     if found.faults:
@@ -132,7 +132,7 @@ def weight_faults(folder: Path) -> list[str]:
             continue
         if expected[tensor.name].shape != tensor.shape:
             faults.append(
-                f"{tensor.name} has shape {tensor.shape} and the config's model {expected[tensor.name].shape}"
+                f"{tensor.name} has shape {tensor.shape}, but {expected[tensor.name].shape} in the config's model"
             )
         elif expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
             faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
@@ -147,7 +147,7 @@ def weight_faults(folder: Path) -> list[str]:
                 return faults
         except CheckpointError as error:
             faults.append(in_words(error))
-    faults += [f"{tensor.name} is no tensor of the config's model" for tensor in others]
+    faults += [f"{tensor.name} is not a tensor of the config's model" for tensor in others]
     shards = weight_shards_of(folder)
     if shards and any(expected[each.name].shape != each.shape for each in saved if each.name in expected):
         faults.insert(0, f"there may be further files after {shards[-1].name}: each rank has written its own")
@@ -178,18 +178,18 @@ def _faults_of_quantized(
         is_codes = tensor.dtype not in _FLOATING and (wanted is None or wanted.is_floating)
         has_codes |= is_codes
         if wanted is None and module is None:
-            faults.append(f"{tensor.name} is no tensor of the config's model")
+            faults.append(f"{tensor.name} is not a tensor of the config's model")
         elif wanted is None:
             of_modules.add(str(module))
         elif wanted.shape != tensor.shape and not is_codes:
-            faults.append(f"{tensor.name} has shape {tensor.shape} and the config's model {wanted.shape}")
+            faults.append(f"{tensor.name} has shape {tensor.shape}, but {wanted.shape} in the config's model")
     names = {tensor.name for tensor in saved}
     faults += [
         f"{name} is missing"
         for name, tensor in expected.items()
         if not tensor.names & names and name.rpartition(".")[0] not in of_modules
     ]
-    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, and no weight is quantized"]
+    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, but no weight is quantized"]
 
 
 def consolidate(
@@ -220,14 +220,14 @@ def consolidate(
         CheckpointError: `out` is not empty, or the checkpoint cannot be read or has no whole model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
+        raise CheckpointError(f"hf_zero: {out} is not an empty folder; pass a new or empty one.")
     if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
         raise CheckpointError(
             f"hf_zero: {checkpoint} holds adapters, which PeftModel.from_pretrained reads as they are; there is no whole model "
-            "to write. Merge them into their base (merge_and_unload) for one."
+            "to write. To get one, merge them into their base (merge_and_unload)."
         )
     if masters and not is_checkpoint_of_ours(checkpoint):
-        raise CheckpointError(f"hf_zero: {checkpoint} is no checkpoint of ours, so it has no masters.")
+        raise CheckpointError(f"hf_zero: {checkpoint} is not a checkpoint of hf_zero, so it has no masters.")
     copied = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not is_of_the_run(path.name)]
     refuse_links(checkpoint, copied)
     dtype_of = partial(_written_dtype, dtype=dtype, kept=_float32_names(checkpoint, dtype))

@@ -11,7 +11,7 @@ from .callers import find_in_callers
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
     """Refuses steps of an optimizer prepared without a model, until an engine is built for the optimizer."""
     raise RuntimeError(
-        f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
+        f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, but the model that it trains was not. "
         "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
     )
 

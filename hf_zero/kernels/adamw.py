@@ -31,7 +31,7 @@ class AdamW:
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(
-                f"hf_zero: AdamW's step is {self.step}; the first one is 1. Pass the count with this step."
+                f"hf_zero: AdamW's step is {self.step}; the first one is 1. Pass the count that includes this step."
             )
 
     @functools.cached_property

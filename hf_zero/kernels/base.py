@@ -84,7 +84,7 @@ def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != device:
         raise ValueError(
             f"hf_zero: {name} is {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; it must be one float32 "
-            f"element on {device}, so that no value crosses to the host."
+            f"element on {device}, so that no value is copied to the host."
         )
 
 

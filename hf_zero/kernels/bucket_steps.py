@@ -963,12 +963,12 @@ class KernelSteps(StepChoice):
         if form is not None:
             unpacked = LentStep(optimizer, states)
             kernel = KernelStepInBlocks(optimizer, form, self._found_inf, unpacked, blocks)
-        why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
+        why = f"no kernel implements {type(optimizer).__name__} with moments in 8 bits"
         return self._assigned(optimizer, list(blocks), kernel, why)
 
     def _at_hand(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
         """Assigns buckets whose masters and moments are in memory in full precision."""
-        why = f"no kernel does what {type(optimizer).__name__} does"
+        why = f"no kernel implements {type(optimizer).__name__}"
         buckets = [bucket for bucket, state in states.items() if not state.is_away]
         return self._assigned(optimizer, buckets, kernel_of(optimizer, self._found_inf), why)
 

@@ -60,8 +60,8 @@ def sgd(place: Place, settings: SGD) -> None:
     has_buffer = "momentum_buffer" in place.states
     if has_buffer != (settings.momentum != 0):
         raise ValueError(
-            f"hf_zero: momentum is {settings.momentum} and there is {'a' if has_buffer else 'no'} momentum buffer; there must "
-            "be one exactly where momentum is not 0. Pass a float32 buffer of zeros, or none."
+            f"hf_zero: momentum is {settings.momentum} and there is {'a' if has_buffer else 'no'} momentum buffer; a buffer "
+            "must exist if and only if momentum is not 0. Pass a float32 buffer of zeros, or none."
         )
     place.check()
     (sgd_triton if runs_triton(place.weights.device) else sgd_reference)(place, settings)

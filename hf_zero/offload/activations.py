@@ -154,9 +154,9 @@ class _Kept:
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._version:
             raise RuntimeError(
-                f"hf_zero: a tensor of shape {tuple(self._tensor.shape)} that backward needs was written into after the forward "
-                f"that saved it (version {self._version} then, {self._tensor._version} now). Write after backward, or run the "
-                "forward again."
+                f"hf_zero: a tensor of shape {tuple(self._tensor.shape)} that backward needs was modified after the forward "
+                f"that saved it (version {self._version} then, {self._tensor._version} now). Modify it after backward, or run "
+                "the forward again."
             )
         return self._tensor
 

@@ -44,7 +44,7 @@ class DeviceWindow:
         self.most_bytes = 0
         self._stored: list[HostBytes] = []
         self._held_bytes = 0
-        # The bytes of the largest `WINDOW` buckets; None if they have to be counted again.
+        # The bytes of the largest `WINDOW` buckets; None if a new count is needed.
         self._limit_bytes: int | None = None
         # Copies whose source or target on the device is still in use, the oldest first.
         self._landing: deque[tuple[Mark, torch.Tensor]] = deque()

@@ -50,7 +50,7 @@ class AlignedFile:
             self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise OffloadError(error.errno, f"hf_zero: {path} cannot be made: {error.strerror}") from error
+                raise OffloadError(error.errno, f"hf_zero: {path} cannot be created: {error.strerror}") from error
             # The file system has no direct I/O, such as tmpfs on older systems. Do not use O_EXCL, because the refused call may
             # have created the file.
             self.is_direct = False
@@ -66,9 +66,8 @@ class AlignedFile:
         except OSError as error:
             raise OffloadError(
                 error.errno,
-                f"hf_zero: {self.path} needs {in_units(nbytes)}, and its file system has "
-                f"{in_units(free_disk_bytes(self._fd))} free ({error.strerror}). Free space, or set "
-                "`offload.nvme_path` to a larger disk.",
+                f"hf_zero: {self.path} needs {in_units(nbytes)}, but its file system has {in_units(free_disk_bytes(self._fd))} "
+                f"free ({error.strerror}). Free space, or set `offload.nvme_path` to a larger disk.",
             ) from error
         self.nbytes += nbytes
 
@@ -111,9 +110,9 @@ class AlignedFile:
     def _error(self, code: int, reason: str, offset: int, moved: int, wanted: int, done: str) -> OffloadError:
         return OffloadError(
             code,
-            f"hf_zero: {self.path}: {moved} of {wanted} bytes at {offset} could be {done} ({reason}); the file has "
+            f"hf_zero: {self.path}: only {moved} of {wanted} bytes at {offset} could be {done} ({reason}); the file has "
             f"{os.fstat(self._fd).st_size} of {self.nbytes} bytes, and {in_units(free_disk_bytes(self._fd))} are free on its "
-            "file system. The optimizer state of this run is not whole any more: end it, see to the disk, and resume from the "
+            "file system. The optimizer state of this run is now incomplete: end the run, check the disk, and resume from the "
             "last checkpoint.",
         )
 
@@ -289,9 +288,8 @@ class StoredShard:
         if expected is not None and _sum_of(chunk) != expected:
             raise OffloadError(
                 errno.EIO,
-                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} are not those that were written: a "
-                "broken disk, or another process. The state of this run is not whole any more: resume from the last "
-                "checkpoint.",
+                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} differ from those that were written: the disk "
+                "is faulty, or another process wrote to it. The state of this run is damaged: resume from the last checkpoint.",
             )
 
 

@@ -20,8 +20,8 @@ def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setti
         return None
     return (
         f"hf_zero: `{setting}` needs {_gib(needed_bytes)} GiB of host memory for each of {ranks} ranks here, "
-        f"{_gib(needed_bytes * ranks)} GiB together, and {_gib(available_bytes)} GiB are available. Use more memory "
-        "or hosts, `nvme` in place of `cpu`, or `none`."
+        f"{_gib(needed_bytes * ranks)} GiB in total, but {_gib(available_bytes)} GiB are available. Use more memory or hosts, "
+        "`nvme` instead of `cpu`, or `none`."
     )
 
 
@@ -31,9 +31,9 @@ def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, settin
         return None
     short = needed_bytes * ranks - free_bytes
     return (
-        f"hf_zero: `{setting}` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, and "
+        f"hf_zero: `{setting}` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, but "
         f"{_gib(free_bytes)} GiB are free: {_gib(short)} GiB ({short} bytes) too little. Free space, name a larger disk in "
-        "`offload.nvme_path`, or use `cpu` in place of `nvme`."
+        "`offload.nvme_path`, or use `cpu` instead of `nvme`."
     )
 
 

@@ -41,22 +41,21 @@ class RunFolder:
     def __init__(self, parent: Path):
         if not parent.is_dir():
             raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, which is no folder on this host. Create it on the "
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, which is not a folder on this host. Create it on the "
                 "NVMe disk, or name another."
             )
         if not os.access(parent, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which this user may not write. Change its owner "
-                "or mode, or name another."
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, which this user cannot write to. Change its owner or "
+                "mode, or name another."
             )
         try:
             # Make the path absolute, because a script may change its working folder during training.
             self.path, lock = _new_folder(parent.absolute())
         except OSError as error:
             raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this "
-                f"run: {error}. Name a folder on a writable local NVMe disk, and none of the system's own (/proc, "
-                "/sys)."
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, but no folder for this run could be created in it: "
+                f"{error}. Name a folder on a writable local NVMe disk, not a system folder (/proc, /sys)."
             ) from error
         # Use multiprocessing's Finalize instead of atexit, because processes started by multiprocessing skip atexit. A forked
         # process (such as a DataLoader's worker) inherits the object but must not remove the folder, and Finalize checks this.
@@ -69,7 +68,7 @@ class RunFolder:
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
     """Creates a run's folder; returns its path and the held lock."""
-    # Remove folders of dead runs first, because they may fill the disk.
+    # Remove folders of dead runs first, because their files may fill the disk.
     _remove_dead(parent)
     for _ in range(_ATTEMPTS):
         path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -78,7 +77,7 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
         if lock is not None:
             os.write(lock, json.dumps(_identity()).encode())
             return path, lock
-    raise OSError(errno.EBUSY, f"{_ATTEMPTS} new folders were taken away as soon as they were made")
+    raise OSError(errno.EBUSY, f"{_ATTEMPTS} new folders were removed right after they were created")
 
 
 def _locked(path: Path) -> int | None:
@@ -120,7 +119,7 @@ def _remove_dead(parent: Path) -> None:
             _remove_if_dead(folder)
         except OSError as error:
             # Print instead of raising, because this run can train next to the folder while the disk has room.
-            said = f"hf_zero: {folder} is of a run that has ended, and stays: {error}."
+            said = f"hf_zero: {folder} belongs to a run that has ended, but could not be removed: {error}."
             print(spelled(said), file=sys.stderr, flush=True)
 
 
@@ -140,7 +139,7 @@ def _remove_if_dead(folder: Path) -> None:
             os.close(lock)
     if nbytes:
         size = f"{nbytes / 2**20:,.1f} MiB"
-        said = f"hf_zero: removed {folder} ({size}), which a run that has ended left behind ({owner})."
+        said = f"hf_zero: removed {folder} ({size}), left behind by a run that has ended ({owner})."
         print(spelled(said), file=sys.stderr, flush=True)
 
 

@@ -109,8 +109,8 @@ def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]
     """Returns a trained parameter's slot; raises `ValueError` for other tensors."""
     if parameter not in slots:
         raise ValueError(
-            f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
-            "parameter object (model.get_parameter(name)), not a copy or a frozen one."
+            f"hf_zero: a tensor of shape {tuple(parameter.shape)} is not a trained parameter of this engine's model. Pass the "
+            "model's own parameter object (model.get_parameter(name)), not a copy or a frozen one."
         )
     return slots[parameter]
 

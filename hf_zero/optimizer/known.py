@@ -222,7 +222,7 @@ _UNSUITED = {
     "AdaLomo": "steps inside backward",
     "AdaLOMO": "steps inside backward",
     "LayerWiseDummyOptimizer": "steps inside backward",
-    "SparseAdam": "wants sparse gradients, which have no place in a flat bucket",
+    "SparseAdam": "needs sparse gradients, which a flat bucket cannot hold",
     "muon.Muon": "gathers parameters over ranks inside its step",
     "muon.MuonWithAuxAdam": "gathers parameters over ranks inside its step",
 }

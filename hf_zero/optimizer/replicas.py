@@ -375,12 +375,12 @@ class ReplicaCheck:
         self._wire.forget()
         if not sum(filter(None, sums)) % WRAPS:
             return
-        of_ranks = self._transport.exchange(differences, "comparison of what was sent")
+        of_ranks = self._transport.exchange(differences, "comparison of sent messages")
         kinds = sorted(set().union(*of_ranks))
         changed = [words for words in kinds if sum(theirs.get(words, 0) for theirs in of_ranks) % WRAPS]
         raise ReplicasDivergedError(
-            f"hf_zero: ranks have not received what others sent, by step {step}: {', '.join(changed[:_LISTED])}. The network or "
-            "the memory of a rank is broken. Resume from an earlier checkpoint; see docs/troubleshooting.md."
+            f"hf_zero: by step {step}, ranks received different values than other ranks sent: {', '.join(changed[:_LISTED])}. "
+            "The network or the memory of a rank is faulty. Resume from an earlier checkpoint; see docs/troubleshooting.md."
         )
 
     # ---- the values of this rank ----
@@ -536,8 +536,8 @@ def _first_change(rank: int, notes: Sequence[_Note[int]]) -> _Change | None:
 def _refuse_change(change: _Change) -> None:
     raise ReplicasDivergedError(
         f"hf_zero: {change.copy} has changed by itself on rank {change.rank}, between the updates of steps {change.since} and "
-        f"{change.step + 1}: its memory is broken, or a script wrote through `.data`. Resume from an earlier checkpoint; "
-        "see docs/troubleshooting.md."
+        f"{change.step + 1}: its memory is faulty, or a script wrote through `.data`. Resume from an earlier checkpoint; see "
+        "docs/troubleshooting.md."
     )
 
 
@@ -567,7 +567,7 @@ def _refuse_lone_writes(of_ranks: Mapping[int, Sequence[_Effects]], notes: Seque
                 )
             if effect is _Effect.ONE_BIT and len(writes) == 1:
                 raise ReplicasDivergedError(
-                    f"hf_zero: one bit of {kind} of {name!r} has changed on rank {ranks[0]}, {when}, and no other "
+                    f"hf_zero: one bit of {kind} of {name!r} has changed on rank {ranks[0]}, {when}, and nothing else in the "
                     "optimizer state of any rank. Resume from an earlier checkpoint; see docs/troubleshooting.md."
                 )
 
@@ -606,7 +606,7 @@ def _first_difference(of_ranks: Mapping[int, Sequence[_Note[int]]]) -> _Findings
             if len(set(values.values())) > 1:
                 return _Findings(copy, notes[0], values, _at_fault(copy, values, here))
     raise AssertionError(
-        "hf_zero: bug: replicas differ, and no value of theirs does. Open an issue with this traceback."
+        "hf_zero: bug: replicas differ, but all compared values are equal. Open an issue with this traceback."
     )
 
 

@@ -30,7 +30,7 @@ class _ShardMark(str):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ValueError(
-            f"hf_zero: optimizer.state_dict() has only the state of {self}, so its file would fit no other run. Use "
+            f"hf_zero: optimizer.state_dict() returns only the state of {self}, which no other run can load. Use "
             "accelerator.save_state or Trainer's checkpoints, or save the result of get_optimizer_state_dict(model, optimizer) "
             "from torch.distributed.checkpoint.state_dict."
         )
@@ -204,9 +204,9 @@ class RowState:
             return
         if state_dict["state"] and state_dict.get(SHARD_MARK) != self._identity:
             raise ValueError(
-                f"hf_zero: this state dict is of {state_dict.get(SHARD_MARK, 'a whole optimizer')}, and this optimizer is "
-                f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
-                "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
+                f"hf_zero: this state dict is from {state_dict.get(SHARD_MARK, 'a whole optimizer')}, but this optimizer is "
+                f"{self._identity}. optimizer.state_dict() returns one rank's shard, and only that shard can load it; to move "
+                "state between runs use accelerator.save_state/load_state or Trainer's checkpoints."
             )
 
 

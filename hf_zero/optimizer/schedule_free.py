@@ -40,9 +40,9 @@ class TrainModes:
         name = type(optimizer).__name__
         if self._names and not is_possible:
             raise ValueError(
-                f"hf_zero: the optimizer {name} writes to the parameters in its {self._names[0]}(), so they and its "
-                "state must stay in memory. Leave out `offload.optimizer: nvme`, `moments: 8bit` and `rounding: "
-                "stochastic`, or use another optimizer."
+                f"hf_zero: the optimizer {name} writes to the parameters in its {self._names[0]}(), so parameters and state "
+                "must stay in memory. Remove `offload.optimizer: nvme`, `moments: 8bit` and `rounding: stochastic`, or use "
+                "another optimizer."
             )
         for each in self._names:
             # Set the attribute on the object, because other optimizers of the class may have no engine.

@@ -22,8 +22,8 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
     inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
     if inner is not None:
         raise ValueError(
-            f"hf_zero: the optimizer {name} has another one in it, {type(inner).__name__}, whose state would be in no shard and "
-            f"in no checkpoint. Prepare the {type(inner).__name__} by itself, or train without hf_zero."
+            f"hf_zero: the optimizer {name} contains another optimizer, {type(inner).__name__}, and the inner state would not "
+            f"be sharded or saved. Prepare only the {type(inner).__name__}, or train without hf_zero."
         )
 
 
@@ -40,9 +40,9 @@ def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroC
     """
     if found.scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
         raise ValueError(
-            f"hf_zero: the optimizer {type(optimizer).__name__} updates a parameter by what other parameters are "
-            f"({found.reason}), and a rank steps only some. Set `stage: 0` without `offload.optimizer: nvme`, `rounding: "
-            "stochastic`, `moments: 8bit`, or change the optimizer."
+            f"hf_zero: the optimizer {type(optimizer).__name__} needs other parameters to update a parameter ({found.reason}), "
+            "but a rank steps only some parameters. Set `stage: 0` without `offload.optimizer: nvme`, `rounding: stochastic`, "
+            "`moments: 8bit`, or change the optimizer."
         )
     return found.scope is not UpdateScope.ELEMENT
 

@@ -296,8 +296,8 @@ def without_due(state: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
     if f"{DUE}gradient" in state:
         warnings.warn(
-            "The checkpoint was made with `offload.delay: 1`, which was taken out of hf_zero: the gradients of its last step, "
-            "which were due, are dropped.",
+            "The checkpoint was made with `offload.delay: 1`, which was removed from hf_zero: the delayed gradients of its "
+            "last step are dropped.",
             stacklevel=2,
         )
     return kept

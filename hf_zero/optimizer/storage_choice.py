@@ -77,8 +77,8 @@ class StorageChoice:
             return BucketState(bucket, optimizer, in_memory, _in_memory(moments))
         if masters and any(kind.name == MASTER for kind in kinds):
             raise ValueError(
-                f"hf_zero: {type(optimizer).__name__} keeps state that it calls {MASTER!r}, and so are the fp32 copies of "
-                "parameters called in files. Give it another name, or use `offload.optimizer: cpu`."
+                f"hf_zero: {type(optimizer).__name__} names a state {MASTER!r}, which is the name of the fp32 copies of "
+                "parameters in files. Use a different name, or use `offload.optimizer: cpu`."
             )
         shard = files.store(bucket.name, [*masters, *kinds])
         master = MasterInFile(bucket, shard, self.placeholders) if has_master else in_memory
@@ -109,12 +109,12 @@ def _kinds_in_file(bucket: Bucket, optimizer: torch.optim.Optimizer, moments: Pa
     kinds = state_kinds(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
     if kinds_by_size(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master):
         raise ValueError(
-            f"hf_zero: {type(optimizer).__name__} keeps other state for large parameters than for small ones, and a file has one "
-            "place for both. Use `offload.optimizer: cpu`, or torch.optim.AdamW with `moments: 8bit`."
+            f"hf_zero: {type(optimizer).__name__} keeps different state for large and small parameters, but in files the state "
+            "must be the same for both. Use `offload.optimizer: cpu`, or torch.optim.AdamW with `moments: 8bit`."
         )
     if kinds is None:
         raise ValueError(
-            f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid out "
+            f"hf_zero: a trial step cannot determine the state of {type(optimizer).__name__}, so hf_zero cannot lay out a file "
             "for it. Use one of torch's optimizers, or `offload.optimizer: cpu`."
         )
     return [Kind(name, dtype, numel) for name, dtype in kinds]

@@ -148,8 +148,8 @@ def assume(
     """Returns the micro-batch to plan with: known values, or the model's longest sample and a usual number of samples."""
     most = longest(inner_model(model))
     from_model = min(_LONGEST, most or _LONGEST)
-    known = "the data loader" if rows is not None else "assumed, since no data loader was there"
-    how_long = "as told" if length is not None else "the model's longest" if most and most <= _LONGEST else "assumed"
+    known = "the data loader" if rows is not None else "assumed, because no data loader was prepared"
+    how_long = "as set" if length is not None else "the model's longest" if most and most <= _LONGEST else "assumed"
     return MicroBatch(
         rows=rows or _ROWS,
         length=min(length or from_model, most or sys.maxsize),
@@ -411,18 +411,21 @@ def _said(
         if config.stage == 3
         else ""
     )
-    wire = "as they are" if not config.comm.quantizes else f"{config.comm.gradients}, weights {config.comm.weights}"
+    wire = (
+        "as they are" if not config.comm.quantizes else f"in {config.comm.gradients}, weights in {config.comm.weights}"
+    )
     logits = tuned.forecast.device.get("logits", 0)
     lines = (
         f"stage: auto is {name}, which {choice.claim}",
-        f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
-        f"included{f', {size(logits)} for logits' if logits else ''}; what fits leaves {room.reserve:.0%} free",
+        f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank with the least "
+        f"memory, including the model{f', {size(logits)} for logits' if logits else ''}; a set-up fits if {room.reserve:.0%} "
+        "stays free",
         f"for a micro-batch of {batch.shape}"
         + (f" over {batch.sp_size} ranks" if batch.sp_size > 1 else "")
         + f" ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),
-        f"left out: {left_out}" if left_out else "no other set-up had to be left out",
-        f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
+        f"rejected: {left_out}" if left_out else "no other set-up was rejected",
+        f"buckets are {buckets}{ahead}; gradients are sent {wire}. To keep this choice: {_as_flag(settings)}",
         *helps,
     )
     return _Answer(
@@ -587,7 +590,7 @@ def _first_batch(accelerator: Accelerator, among: int = 0) -> Any:
     rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not is_indexed or collate is None or not isinstance(rows, int):
-        raise PlanError("hf_zero: the data set has no rows to be asked for by number")
+        raise PlanError("hf_zero: the data set's rows cannot be read by index")
     if getattr(loader.batch_sampler, "split_batches", False):
         rows = max(1, rows // accelerator.num_processes)
     try:

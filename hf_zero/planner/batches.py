@@ -46,8 +46,8 @@ def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, Any]:
         inputs[main] = torch.zeros((rows, bins, frames), dtype=_dtype_of(model))
     else:
         raise PlanError(
-            f"hf_zero: {type(inner).__name__} reads {main!r}, and its batches are not known here. Give make_plan a model and its "
-            "`batch`."
+            f"hf_zero: {type(inner).__name__} reads {main!r}, and the planner does not know such batches. Pass make_plan a "
+            "model and its `batch`."
         )
     inputs |= _labels(inner, rows, length)
     if "use_cache" in inspect.signature(inner.forward).parameters:

@@ -31,7 +31,7 @@ _RECOMPUTED = _Part(
 )
 _IN_HOST_MEMORY = _Part(words="activations in host memory", line="--zero ...,offload.activations=cpu")
 _IN_HALVES = _Part(
-    words="half the rows a micro-batch and twice as many micro-batches",
+    words="half the rows per micro-batch and twice as many micro-batches",
     line="half of per_device_train_batch_size and twice gradient_accumulation_steps",
 )
 
@@ -98,11 +98,11 @@ def parts_that_help(
         words, lines = " and ".join(part.words for part in parts), "; ".join(part.line for part in parts)
         name, needed = other.candidate.name, size(other.candidate.forecast.device_bytes)
         if chosen is None:
-            return [f"With {words}, {name} fits: {needed} a rank. Write {lines}."]
+            return [f"With {words}, {name} fits: {needed} a rank. Use {lines}."]
         least_s = chosen.step_s * (1 - SIMPLER) if best is None else best[0]
         if other.candidate.step_s < least_s:
             step = f"a step of {duration(other.candidate.step_s)} instead of {duration(chosen.step_s)}"
-            best = other.candidate.step_s, [f"Faster: with {words}, {name} fits and has {step}. Write {lines}."]
+            best = other.candidate.step_s, [f"Faster: with {words}, {name} fits and has {step}. Use {lines}."]
     return [] if best is None else best[1]
 
 

@@ -42,12 +42,12 @@ def model_without_memory(
             model = kind(config)
     except Exception as error:
         # Each class of transformers may refuse the values of a config with its own error.
-        raise PlanError(f"hf_zero: the model of {name} cannot be made ({reason(error)}).") from error
+        raise PlanError(f"hf_zero: the model of {name} cannot be built ({reason(error)}).") from error
     model = model.to(dtype)
     if getattr(config, "quantization_config", None) is not None:
         if lora_rank is None:
             raise PlanError(
-                f"hf_zero: the weights of {name} are quantized, and only adapters on them train. Plan with --lora."
+                f"hf_zero: the weights of {name} are quantized, so only adapters on them can be trained. Plan with --lora."
             )
         _quantize(model, name)
     if lora_rank is not None:
@@ -68,10 +68,12 @@ def read_config(name: str | Path) -> PretrainedConfig:
     if not exists and (
         path.suffix == ".json" or text.count("/") > 1 or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", text)
     ):
-        raise PlanError(f"hf_zero: {text} is no folder or config.json here, and no name of the Hub (OWNER/MODEL).")
+        raise PlanError(
+            f"hf_zero: {text} is neither a local folder or config.json nor a name on the Hub (OWNER/MODEL)."
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         inside = next(iter(sorted(path.glob("*/config.json"))), None)
-        where = "Give the folder of a model" if inside is None else f"Give {inside.parent}, which has one"
+        where = "Pass the folder of a model" if inside is None else f"Pass {inside.parent}, which has one"
         raise PlanError(f"hf_zero: {text} has no config.json. {where}.")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     tries = [True] if exists or offline else [True, False]
@@ -86,8 +88,8 @@ def read_config(name: str | Path) -> PretrainedConfig:
         raise PlanError(f"hf_zero: the config of {text} cannot be read ({reason(fault)}).") from fault
     why = "HF_HUB_OFFLINE is set" if offline else reason(fault)
     raise PlanError(
-        f"hf_zero: the config of {text} is not in the Hub's cache on this machine, and the Hub could not be asked ({why}). "
-        "Give a folder or a config.json, or allow the network."
+        f"hf_zero: the config of {text} is not in the Hub's cache on this machine, and the Hub cannot be reached ({why}). Pass "
+        "a folder or a config.json, or allow network access."
     ) from fault
 
 
@@ -109,8 +111,8 @@ def _class_of(config: PretrainedConfig) -> Any:
     found = getattr(transformers, str(name), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PlanError(
-            f"hf_zero: the config names the architecture {str(name)[:200]!r}, which is no model of transformers "
-            f"{transformers.__version__}. Models with code of their own are planned from Python: make_plan(model, ...)."
+            f"hf_zero: the config names the architecture {str(name)[:200]!r}, which is not in transformers "
+            f"{transformers.__version__}. Plan a model with custom code from Python: make_plan(model, ...)."
         )
     return found
 
@@ -176,7 +178,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
             return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     except Exception as error:
         # PEFT refuses models without suitable layers, with different errors.
-        raise PlanError(f"hf_zero: no adapters for {type(model).__name__} ({reason(error)}).") from error
+        raise PlanError(f"hf_zero: no adapters can be added to {type(model).__name__} ({reason(error)}).") from error
 
 
 def checkpoint(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ def draw(plan: Plan, path: Path) -> None:
     except ValueError as error:
         why = str(error).partition(";")[0]
         raise PlanError(
-            f"hf_zero: no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
+            f"hf_zero: the picture cannot be drawn: matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
         ) from error
     left = [0.0] * len(rows)
     for kind in KINDS:

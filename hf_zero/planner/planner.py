@@ -31,8 +31,8 @@ FILES_FOLDER = "/path/to/a/local/disk"
 """`offload.nvme_path` of a plan, a placeholder for a folder on the machine."""
 
 _LEFT_OUT = (
-    "the model is split over ranks (tp_size, ep_size): state is that of a rank's part over those with the same; activations, "
-    "step times and what the ranks of a copy send each other are left out"
+    "the model is split over ranks (tp_size, ep_size): the plan counts the state of each rank's part, sharded over the ranks "
+    "with the same part; it omits activations, step times and the traffic inside a copy"
 )
 
 AS_GIVEN = "as given"
@@ -144,7 +144,7 @@ def make_plan(
         settings["offload"] = {**(settings.get("offload") or {}), "activations": "cpu"}
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
-        raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
+        raise PlanError("hf_zero: an optimizer can be planned for a model object only, not for a model's name.")
     numels, device = _numels(made), torch.device("cpu" if request.on_cpu else "cuda")
     wanted = set_ups(
         settings,
@@ -171,7 +171,7 @@ def make_plan(
         found = [ddp_candidate(job, request), *found]
     if not found:
         raise PlanError(
-            f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none goes with what is kept'}"
+            f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none fits the kept settings'}"
         )
     choice = choose(found, room)
     why = list(choice.why)
@@ -250,7 +250,7 @@ def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest)
     """Reduces a model made from the name or folder `model` to one rank's part; returns experts shared by fewer ranks."""
     if isinstance(model, nn.Module):
         raise PlanError(
-            "hf_zero: tp_size and ep_size go with a model's name, a folder or a config.json, not with a model."
+            "hf_zero: tp_size and ep_size can be planned for a model's name, a folder or a config.json, not for a model object."
         )
     experts = split_without_memory(made, request.tp_size, request.ep_size)
     return experts if request.ep_size > request.tp_size else frozenset()
@@ -269,7 +269,7 @@ def _request_of(batch: int | Batch, options: Mapping[str, Any]) -> PlanRequest:
     unknown = set(options) - set(PlanRequest.__dataclass_fields__)
     if unknown:
         known = ", ".join(PlanRequest.__dataclass_fields__)
-        raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; it has: {known}.")
+        raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; allowed: {known}.")
     return PlanRequest(**options) if isinstance(batch, Mapping) else PlanRequest(batch=batch, **options)
 
 
@@ -294,7 +294,7 @@ def _traced(
     most = longest(model)
     length = request.seq or min(_LONGEST, most or _LONGEST)
     if most is not None and length > most:
-        raise PlanError(f"hf_zero: seq is {length}, and the model reads {most} at most.")
+        raise PlanError(f"hf_zero: seq is {length}, but the model reads at most {most} tokens.")
     rows, ranks = request.batch, request.sp_size
     try:
         traced = trace(

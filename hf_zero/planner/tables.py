@@ -39,7 +39,7 @@ def header(plan: Plan, *, verbose: bool = False) -> Iterator[str]:
             f"experts over {request.ep_size} (ep_size)": request.ep_size,
         }
         split = " and ".join(words for words, size in sizes.items() if size > 1)
-        yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
+        yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks with the same part"
     if plan.activations is not None:
         traced = plan.activations
         over, part = ("a rank", "") if request.sp_size == 1 else (f"over {request.sp_size} ranks", " on each rank")
@@ -107,9 +107,9 @@ def _table(plan: Plan, left_out: Sequence[str], *, verbose: bool) -> Table:
         headings = [heading for heading in headings if heading not in _VERBOSE]
     table = Table(title="GB a rank, at most", title_justify="left", caption_justify="left")
     if left_out:
-        table.caption = f"left out: {', '.join(left_out)} (a wider terminal has room, --json has them)"
+        table.caption = f"columns left out: {', '.join(left_out)} (use a wider terminal or --json)"
     elif not verbose:
-        table.caption = "--verbose shows the GB by kind, and what a step waits for."
+        table.caption = "--verbose shows the GB by kind, and a step's waits."
     for heading in headings:
         is_text = heading in ("set-up", "fits")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "fits" or not verbose)

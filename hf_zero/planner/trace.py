@@ -266,7 +266,9 @@ def _loss_of(outputs: Any) -> torch.Tensor:
         return loss.mean()
     found = differentiable_tensors(outputs)
     if not found:
-        raise PlanError("hf_zero: the model returns nothing that a gradient could come from, so nothing can be traced.")
+        raise PlanError(
+            "hf_zero: the model returns no tensor that a gradient can start from, so nothing can be traced."
+        )
     return found[0].float().mean()
 
 
@@ -380,7 +382,7 @@ class _LivingBytes(TorchDispatchMode):
             return args[0].fake_device
         if func.namespace in _BETWEEN_RANKS:
             # The other ranks may not be in this forward, so a collective would wait forever.
-            raise PlanError("hf_zero: the model's forward talks to other ranks")
+            raise PlanError("hf_zero: the model's forward communicates with other ranks")
         kwargs = dict(kwargs or {})
         # A forward may copy to host memory and fetch the copy in backward. Fake tensors cannot be pinned.
         is_pinned = bool(kwargs.pop("pin_memory", False))

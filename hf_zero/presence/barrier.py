@@ -125,16 +125,18 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
     def judge(missing: list[int], gone: list[int], is_late: bool) -> CommunicationError | None:
         who, seconds = in_words(gone or missing), time.monotonic() - barrier.began_s
         if gone or is_late:
-            late = f"did not come within {timeout_s:.0f} s (`comm.timeout_s`): look at what is done there before the model is"
-            why = "ended without coming: look at what was said there last." if gone else f"{late} prepared."
+            late = (
+                f"did not arrive within {timeout_s:.0f} s (`comm.timeout_s`): check what runs there before the model is"
+            )
+            why = "ended before arriving: look at the last output there." if gone else f"{late} prepared."
             return CommunicationError(
-                f"hf_zero: not all ranks came to make process groups. {who} {why}", gone or missing
+                f"hf_zero: not all ranks arrived to create process groups. {who} {why}", gone or missing
             )
         # Only rank 1 prints, for all ranks waiting for rank 0.
         is_teller = barrier.is_first or (dist.get_rank() == 1 and not barrier.is_called)
         if is_teller and notices_s and seconds >= notices_s[0]:
             notices_s.pop(0)
-            said = f"hf_zero: process groups are made once all ranks are here; waited {seconds:.0f} s for {who}."
+            said = f"hf_zero: process groups are created when all ranks have arrived; waited {seconds:.0f} s for {who}."
             print(said, file=sys.stderr, flush=True)
         return None
 
@@ -146,10 +148,10 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
             barrier.wait(timeout_s, judge)
     except StoreSilentError as error:
         raise CommunicationError(
-            f"hf_zero: ranks that make process groups cannot reach their store: {error}. Look at that process and its host."
+            f"hf_zero: ranks that create process groups cannot reach their store: {error}. Look at that process and its host."
         ) from error
     except dist.DistNetworkError as error:
         raise CommunicationError(
-            "hf_zero: ranks that make process groups have lost their store: the process that keeps it, rank 0's or the "
-            "launcher's, has ended. Its own error is the reason."
+            "hf_zero: ranks that create process groups lost their store: the process that hosts it (rank 0 or the launcher) "
+            "has ended. Its own error is the reason."
         ) from error

@@ -13,7 +13,7 @@ from .arrivals import RankProcess, in_words
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 
 _LISTED = 8
-_FOR_WANT_OF = " failed for want of "
+_FOR_WANT_OF = " failed while waiting for "
 _DETAILED = 2
 """Number of ranks whose stacks are shown."""
 
@@ -65,14 +65,14 @@ class RankReport:
         if self.process is not None:
             who += f" (process {self.process.pid} on {self.process.host})"
         if self.has_left and self.words is None:
-            return f"{who} has come to the end of its script"
+            return f"{who} has finished its script"
         if self.is_over:
             return f"{who} has ended{'' if self.words is None else f': {self.words}'}"
         if self.where is not None:
             return f"{who} {self.where}"
         if self.is_stopped:
             return f"{who} does not answer: its process is stopped (SIGSTOP, or a debugger)"
-        return f"{who} does not answer: it is held up in a single long call, or its host cannot be reached"
+        return f"{who} does not answer: it is busy in a single long call, or its host cannot be reached"
 
 
 class Standing(Enum):
@@ -103,28 +103,32 @@ _APART = (Standing.IN_ANOTHER, Standing.IN_SCRIPT)
 _CULPRITS = (_GONE, (Standing.SILENT,), (Standing.IN_SCRIPT, Standing.ELSEWHERE))
 """Standings of awaited ranks. Each group counts only if no rank is in an earlier one."""
 
-_EVEN = "Give every rank as many batches (accelerate's even_batches=True), and `break` on all ranks at one step."
+_EVEN = (
+    "Give every rank the same number of batches (accelerate's even_batches=True), and `break` at the same step "
+    "on all ranks."
+)
 VERDICTS = (
     (
         (Standing.LEFT_STEPS,),
-        "Rank {rank} came to its end while rank {own} goes on: the ranks have different numbers of batches or steps. "
-        + _EVEN,
+        "Rank {rank} finished its script while rank {own} is still running: the ranks have different numbers of batches "
+        "or steps. " + _EVEN,
     ),
     (
         # The same happens if a loss is gathered in a loop with different numbers of batches.
         (Standing.LEFT_CALL,),
-        "Rank {rank} came to its end without the call that rank {own} waits in: {call}. Call it on every rank, outside of "
-        "`if is_main_process`. " + _EVEN,
+        "Rank {rank} finished its script without the call that rank {own} waits in: {call}. Make this call on every "
+        "rank, outside of `if is_main_process`. " + _EVEN,
     ),
     (
         _APART,
-        "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. Make it "
+        "Some ranks made a call that other ranks did not make: a forward, a save, a read of parameters, or a step. Make it "
         "on every rank in the same order, outside of `if is_main_process`.",
     ),
     (
         (Standing.ELSEWHERE, Standing.HERE, Standing.PAST),
-        "Rank {rank} is elsewhere. If it is only slow, set a larger `comm.late_s` (0: never late). Else one rank makes a call "
-        "that another does not: call collectives on every rank, outside of `if is_main_process`.",
+        "Rank {rank} is at another point of the script. If it is only slow, set a larger `comm.late_s` (0: never late). "
+        "Otherwise one rank makes a call that another does not make: call collectives on every rank, outside of `if "
+        "is_main_process`.",
     ),
     ((Standing.ENDED,), "Look at {ranks}: its own error is the reason."),
     (
@@ -238,7 +242,7 @@ class StragglerReport:
         if culprits == [self.rank]:
             return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"
         failed = f"{_FOR_WANT_OF}{_ranks(culprits)}" if culprits else " failed"
-        return f"the {self.wait.what}{failed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
+        return f"the {self.wait.what}{failed}: rank {self.rank} had waited {self.wait.seconds:.0f} s{at}"
 
     @property
     def in_lines(self) -> str:
@@ -260,7 +264,7 @@ class StragglerReport:
     def __str__(self) -> str:
         is_told = (self.culprits and self.rank_reports) or self.wait.failure is None
         reason = [] if is_told else [f"  {self.wait.failure}"]
-        silence = [] if self.silence is None else [f"  nothing is known of the other ranks: {self.silence}"]
+        silence = [] if self.silence is None else [f"  nothing is known about the other ranks: {self.silence}"]
         lines = [*reason, *self._apart(), *self._others, *silence]
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 

@@ -128,7 +128,7 @@ class ErrorHook:
             if is_left and isinstance(error, ConfigError):
                 # The launcher shows the error again.
                 return
-            print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
+            print(f"hf_zero: rank {_own_rank()} exits too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
             return
         if isinstance(error, CommunicationError):
             # The backend's error only names addresses, so leave the cause out.

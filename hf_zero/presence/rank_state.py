@@ -72,7 +72,7 @@ class RankState:
     def __str__(self) -> str:
         at = in_brackets(self.holds, self.place, self.line)
         if self.failure is not None:
-            return f"gave up in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
+            return f"gave up waiting in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
         if self.waits_in is not None:
             return f"has waited {self.seconds:.0f} s in the {self.waits_in}{at}"
         if self.torch_call is not None:

@@ -84,8 +84,8 @@ class StoreThread:
                 return answer.result(max(0.0, min(left_s, _GLANCE_S)))
             except FutureTimeoutError:
                 if left_s <= _GLANCE_S:
-                    keeper = "the process that keeps the ranks' store, rank 0's or the launcher's"
-                    raise StoreSilentError(f"{keeper}, has not answered for {limit_s:.0f} s") from None
+                    keeper = "the process that hosts the ranks' store (rank 0 or the launcher)"
+                    raise StoreSilentError(f"{keeper} has not answered for {limit_s:.0f} s") from None
 
     def repeat(self, each: Callable[[], bool], period_s: float) -> None:
         """Calls a function in the thread every `period_s`, until a result of False."""
@@ -264,7 +264,7 @@ class LoopbackStore(dist.TCPStore):
                 listening = _listening(LOOPBACK, port)
             except OSError as error:
                 # The same error as torch's. torchrun then tries to reach the store of another agent.
-                raise dist.DistNetworkError(f"hf_zero: port {port} cannot be had: {error}") from error
+                raise dist.DistNetworkError(f"hf_zero: cannot listen on port {port}: {error}") from error
             host_name, port = listening.pop("host_name"), listening.pop("port")
             kwargs |= listening
         super().__init__(host_name, port, world_size, is_master, *args, **kwargs)

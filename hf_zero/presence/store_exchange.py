@@ -61,8 +61,8 @@ class StoreExchange:
             ) from error
         except dist.DistNetworkError as error:
             raise CommunicationError(
-                f"hf_zero: the launcher's store is gone, so the ranks cannot finish a checkpoint together ({error}). The host "
-                "that kept it was lost or has ended; its own error is the reason."
+                f"hf_zero: the launcher's store is not available, so the ranks cannot finish a checkpoint together ({error}). "
+                "The host of the store was lost, or its process has ended; its own error is the reason."
             ) from error
 
     def _merge(self, value: Merged) -> Merged:
@@ -94,16 +94,16 @@ class StoreExchange:
         while (signed := self._store.find_bytes(key)) is None:
             if time.monotonic() > began_s + self._timeout_s:
                 raise CommunicationError(
-                    f"hf_zero: rank {self._missing(rank)} did not come to finish a checkpoint. It ended, or was held up for more "
-                    f"than {self._timeout_s:.0f} s; its own error is the reason."
+                    f"hf_zero: rank {self._missing(rank)} did not join the other ranks to finish a checkpoint. It has ended, "
+                    f"or was blocked for more than {self._timeout_s:.0f} s; its own error is the reason."
                 )
             time.sleep(_GLANCE_S)
         signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         # Check before unpickling: torch's store answers anybody with access to its port, and unpickling may run code.
         if not hmac.compare_digest(signature, self._signature(key, data)):
             raise CommunicationError(
-                f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "
-                "the store: let only the run's own nodes reach MASTER_PORT."
+                f"hf_zero: the value in the launcher's store from rank {rank} was not written by that rank. Another process "
+                "writes to the store: let only the run's own nodes reach MASTER_PORT."
             )
         return pickle.loads(data)
 

@@ -291,8 +291,8 @@ class Watchdog(Watch):
         self._keys.set(f"heard {self._rank}", "")
         where = self._rank_state()
         end_process(
-            f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {order['by']}: {order['said']}\n"
-            f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
+            f"hf_zero: rank {self._rank} was late and exits: {where}.\n  rank {order['by']}: {order['said']}\n"
+            f"{main_stack()}If it is only slow, set a larger `comm.late_s` (0: never late)."
         )
 
     def notice(self) -> None:

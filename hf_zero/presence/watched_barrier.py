@@ -30,8 +30,8 @@ def hold_barrier(
     def came_alone(what: str, culprits: Sequence[int] = (), lines: str = "") -> CommunicationError:
         where, otherwise = f"\n{lines}\n" if lines else " ", f", or {alone}" if alone else ""
         return CommunicationError(
-            f"hf_zero: only some ranks came to {purpose}; {what}.{where}It is collective: call it on every rank, outside "
-            f"`if is_main_process`{otherwise}. The time limit is `comm.late_s`, and of a save_state `comm.timeout_s`.",
+            f"hf_zero: only some ranks reached {purpose}; {what}.{where}It is collective: call it on every rank, outside `if "
+            f"is_main_process`{otherwise}. The time limit is `comm.late_s`, or `comm.timeout_s` for a save_state.",
             culprits,
         )
 
@@ -47,23 +47,23 @@ def hold_barrier(
             look_s += _LOOK_S
             apart, lines = watchdog.look_for(wait)
             if waiting := [rank for rank in missing if rank in apart]:
-                return came_alone(f"ranks {waiting} wait for this one elsewhere", waiting, lines)
+                return came_alone(f"ranks {waiting} wait for this rank in another call", waiting, lines)
         return wait.end
 
     with watchdog.inside(call_of(purpose)) as wait:
         try:
             barrier = Barrier(watchdog.store, ranks, name, is_unique=True)
             if barrier.is_given_up():
-                raise came_alone("the others have given up waiting for this rank")
+                raise came_alone("the other ranks gave up waiting for this rank")
             barrier.wait(limit_s, judge)
         except (dist.DistNetworkError, StoreSilentError) as error:
             silent = str(error) if isinstance(error, StoreSilentError) else None
             raise came_alone(
-                silent or "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
+                silent or "the process that hosts the ranks' store (rank 0 or the launcher) has ended"
             ) from error
         except CommunicationError as error:
             if error.culprits:
-                watchdog.leave_reason(f"only some ranks came to {purpose}", error.culprits)
+                watchdog.leave_reason(f"only some ranks reached {purpose}", error.culprits)
             if error is not wait.end:
                 # Each rank shows the error, because rank 0 may not be one of these ranks.
                 error.culprits = ()

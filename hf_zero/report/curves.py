@@ -298,7 +298,9 @@ def loss_section(run: RunLines) -> Section | None:
         title="Loss",
         sentence=" ".join(sentences),
         body=(Plot(series=series),),
-        note=f"Training loss {origin}; the sentence compares means of the first and the last tenth." if points else "",
+        note=f"Training loss {origin}; the sentence compares the means of the first and the last 10 %."
+        if points
+        else "",
     )
 
 
@@ -317,11 +319,11 @@ def norm_section(run: RunLines) -> Section | None:
         return None
     step, largest = max(points, key=lambda point: point[1])
     middle = median(value for _, value in points)
-    times = f", {shown(largest / middle)} times that" if middle > 0 and largest > 2 * middle else ""
+    times = f", {shown(largest / middle)} times the median" if middle > 0 and largest > 2 * middle else ""
     return Section(
         key="grad_norm",
         title="Gradient norm",
-        sentence=f"Half of the norms are below {shown(middle)}; the largest, at step {step:,.0f}, is {shown(largest)}{times}.",
+        sentence=f"The median norm is {shown(middle)}. The largest, at step {step:,.0f}, is {shown(largest)}{times}.",
         body=(Plot(series=_with_medians("gradient norm", points), zero=True),),
         note="Over all parameters and ranks, before clipping.",
     )
@@ -337,14 +339,14 @@ def rate_section(run: RunLines) -> Section | None:
     told = (
         f"It was {shown(highest)} throughout."
         if constant
-        else (f"It was highest at step {step:,.0f}, with {shown(highest)}, and ended at {shown(last)}.")
+        else (f"The highest was {shown(highest)} at step {step:,.0f}, and the last {shown(last)}.")
     )
     return Section(
         key="learning_rate",
         title="Learning rate",
         sentence=told,
         body=(Plot(series=(Series(name="learning rate", points=tuple(points)),), zero=True),),
-        note="Of the optimizer's first group of parameters.",
+        note="Of the optimizer's first parameter group.",
     )
 
 
@@ -409,18 +411,18 @@ def speed_section(run: RunLines, ranks: int) -> Section | None:
     seconds = sum(training_seconds(line) for line in run.steps)
     steps = sum(line.get("steps") or 0 for line in run.steps)
     sentence = (
-        f"Half of the time the run trained on more than {shown(middle)} {unit} a second, over {several(ranks, 'rank')}; a step "
-        f"took {shown_seconds(seconds / max(1, steps))} on average."
+        f"The median throughput was {shown(middle)} {unit} a second on {several(ranks, 'rank')}. A step took "
+        f"{shown_seconds(seconds / max(1, steps))} on average."
     )
     if slowest[1] < 0.5 * middle:
-        sentence += f" It was slowest around step {slowest[0]:,.0f}, with {shown(slowest[1])}."
+        sentence += f" The slowest part was around step {slowest[0]:,.0f}, with {shown(slowest[1])}."
     return Section(
         key="throughput",
         title="Throughput",
         sentence=sentence,
         body=(Plot(series=_with_medians(f"{unit} a second", points), unit=f"{unit}/s", zero=True),),
-        note="With the time between steps, without saves and evaluations. "
-        + ("Rank 0's count times the number of ranks." if unit != "steps" else ""),
+        note="Includes the time between steps, but not saves and evaluations. "
+        + ("Rank 0's count is multiplied by the number of ranks." if unit != "steps" else ""),
     )
 
 

@@ -422,7 +422,9 @@ class RunRecorder:
         try:
             said = f"the report of this run is {write_page(self.folder)}"
         except OSError as error:
-            said = f"the report of this run could not be written ({error}); `hf-zero report {self.folder}` makes it"
+            said = (
+                f"the report of this run could not be written ({error}); write it with `hf-zero report {self.folder}`"
+            )
         print(f"hf_zero: {said}", file=sys.stderr, flush=True)
 
 

@@ -72,7 +72,11 @@ class LogFile:
             self._file.write(json.dumps(plain(line), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
-            print(f"hf_zero: {self.path} is kept no longer ({error}). Training goes on.", file=sys.stderr, flush=True)
+            print(
+                f"hf_zero: {self.path} cannot be written any more ({error}). Training continues.",
+                file=sys.stderr,
+                flush=True,
+            )
             self.close()
 
     def close(self) -> None:
@@ -228,9 +232,9 @@ def read_run(folder: Path) -> RunLines:
             return run
     state = _newest_state(folder)
     if state is None:
-        why = "holds no line that can be read" if log.is_file() else "is not there"
+        why = "has no readable line" if log.is_file() else "does not exist"
         raise ReportError(
-            f"hf_zero: {folder} has nothing to report on: {LOG_NAME} {why}, and there is no {STATE_NAME}, here or in "
+            f"hf_zero: {folder} contains no run to report: {LOG_NAME} {why}, and there is no {STATE_NAME}, here or in "
             "a checkpoint-N. Give a run's output_dir, or the folder of a log of `report: true`."
         )
     return _of_state(folder, state)
@@ -288,7 +292,7 @@ def _of_state(folder: Path, path: Path) -> RunLines:
     except CheckpointError as error:
         raise ReportError(str(error)) from error
     if not isinstance(history, list):
-        raise ReportError(f"hf_zero: {path} has no log_history, so there is nothing to report on.")
+        raise ReportError(f"hf_zero: {path} has no log_history, so there is no run to report.")
     run = RunLines(folder=folder, has_log=False)
     for entry in history:
         if isinstance(entry, Mapping) and is_step(entry.get("step")):

@@ -89,18 +89,15 @@ def time_section(run: RunLines) -> Section | None:
     waited = sums["wait_s"]
     sentence = f"Of {shown_seconds(total)}, {shown_share(within, total)} were training steps."
     if waited:
-        sentence += (
-            f" For {shown_seconds(waited)}, {shown_share(waited, total)} of all, training stood still for other ranks."
-        )
+        sentence += f" It waited for other ranks for {shown_seconds(waited)}, {shown_share(waited, total)} of the time."
     else:
-        sentence += " None of it stood still for other ranks."
+        sentence += " It never waited for other ranks."
     return Section(
         key="time",
         title="Where time went",
         sentence=sentence,
         body=(Bars(columns=("what", "time", "share"), rows=rows),),
-        note="Of rank 0, by the host's clock. Time that stood still for other ranks, for traffic and for those that came later, "
-        "is a part of the rows above.",
+        note="Rank 0, by the host's clock. The rows include the time spent waiting for communication and for slower ranks.",
     )
 
 
@@ -132,22 +129,22 @@ def timeline_section(run: RunLines) -> Section | None:
     sentence = f"Step {trace['step']:,} took {shown_seconds(total)}. "
     if running:
         sentence += (
-            f"Something was under way between the ranks for {shown_seconds(running)} of it, and training stood still for "
-            f"{shown_seconds(waited)}: {shown_share(running - waited, running)} of communication was hidden behind computation."
+            f"Communication ran for {shown_seconds(running)} of this time, and training waited for {shown_seconds(waited)}: "
+            f"{shown_share(running - waited, running)} of the communication overlapped with computation."
         )
     else:
-        sentence += "No parameters and gradients were sent between ranks in it."
+        sentence += "The ranks exchanged no parameters and no gradients."
     if agreements:
         # Agreements send only a few bytes, such as the gradient norm, so there is no traffic to hide.
         agreed = shown_seconds(_covered(agreements))
-        sentence += f" For {agreed} more it waited in agreements of a few bytes, mostly for ranks that came later."
+        sentence += f" Another {agreed} were spent in agreements of a few bytes, mostly waiting for slower ranks."
     return Section(
         key="timeline",
         title="One step",
         sentence=sentence,
         body=(Timeline(seconds=total, lanes=tuple(lanes)),),
-        note="Of rank 0, by the clock of the device that is trained on. Pale: from the start of a collective until its result is "
-        "asked for, so it may have ended before. Full: training stands still for it.",
+        note="Rank 0, by the clock of the training device. Pale: from the start of a collective until its result is needed, so "
+        "the collective may have ended earlier. Solid: training waits for the collective.",
     )
 
 
@@ -213,16 +210,16 @@ def memory_section(run: RunLines) -> Section | None:
             )
     ours, ddp = sum(bar.value for bar in bars), sum(bar.other or 0 for bar in bars)
     peak = _peak(run)
-    sentence = f"Rank 0 holds {shown_bytes(ours)} of state, {shown_share(ours, ddp)} of what DDP would hold ({shown_bytes(ddp)})."
+    sentence = f"Rank 0 holds {shown_bytes(ours)} of state, {shown_share(ours, ddp)} of DDP's {shown_bytes(ddp)}."
     if peak:
-        what = "device memory" if on_accelerator(run) else "the process, code and activations and all,"
+        what = "device memory" if on_accelerator(run) else "the process, including code and activations,"
         sentence += f" The peak of {what} was {shown_bytes(peak)}."
     return Section(
         key="memory",
         title="Memory",
         sentence=sentence,
         body=(Bars(columns=("kind", "held", "planned", "DDP"), rows=tuple(bars)),),
-        note="Behind a backward, when gradients are there. The stroke is what was planned, the outline what DDP would hold.",
+        note="After a backward, while gradients exist. The stroke marks the plan, and the outline shows DDP.",
     )
 
 
@@ -258,11 +255,9 @@ def bytes_section(run: RunLines) -> Section | None:
         if between:
             cells.insert(3, shown_bytes(to_others / steps))
         table.append(tuple(cells))
-    sentence = (
-        f"In a step, rank 0 sends {shown_bytes(sent / steps)} and stands still for {shown_seconds(waited / steps)}."
-    )
+    sentence = f"In a step, rank 0 sends {shown_bytes(sent / steps)} and waits for {shown_seconds(waited / steps)}."
     if agreed:
-        sentence += f" It waits {shown_seconds(agreed / steps)} in agreements, mostly for ranks that come later."
+        sentence += f" It spends {shown_seconds(agreed / steps)} in agreements, mostly waiting for slower ranks."
     if between:
         sentence += f" {shown_share(between, sent)} of the bytes go to other nodes."
     return Section(
@@ -270,7 +265,7 @@ def bytes_section(run: RunLines) -> Section | None:
         title="Communication",
         sentence=sentence if sent else "This rank has sent nothing to others.",
         body=(Table(columns=tuple(columns), rows=tuple(table)),),
-        note=f"Means over {several(steps, 'step')}, evaluations and saves between them included.",
+        note=f"Means over {several(steps, 'step')}, including the evaluations and saves between them.",
     )
 
 
@@ -283,14 +278,14 @@ def saves_section(run: RunLines) -> Section | None:
     step, longest = max(points, key=lambda point: point[1])
     rows = tuple(Bar(name=f"step {at:,.0f}", value=s, shown=shown_seconds(s)) for at, s in points[-_SAVES_SHOWN:])
     more = f" The last {_SAVES_SHOWN} are shown." if len(points) > _SAVES_SHOWN else ""
-    held = f"{several(len(points), 'save')} held training up for {shown_seconds(total)}"
-    sentence = f"{held} in all; the longest, at step {step:,.0f}, for {shown_seconds(longest)}.{more}"
+    held = f"{several(len(points), 'save')} blocked training for {shown_seconds(total)}"
+    sentence = f"{held} in total; the longest, at step {step:,.0f}, took {shown_seconds(longest)}.{more}"
     return Section(
         key="saves",
         title="Saves",
         sentence=sentence if len(points) > 1 else f"{held}, at step {step:,.0f}.",
-        body=(Bars(columns=("save", "training stood still"), rows=rows),),
-        note="What is written behind training is not counted.",
+        body=(Bars(columns=("save", "blocked training"), rows=rows),),
+        note="Without the time of writes in the background.",
     )
 
 
@@ -319,16 +314,16 @@ def state_of(run: RunLines) -> str:
     if not run.has_log:
         return f"Known up to step {last:,}."
     if run.end is None:
-        return f"Broke off behind step {last:,}, or is still running."
+        return f"Stopped after step {last:,} without an end in the log, or is still running."
     how = str(run.end.get("how"))
-    return f"Finished after step {last:,}." if how == "finished" else f"Ended behind step {last:,}: {how}."
+    return f"Finished after step {last:,}." if how == "finished" else f"Ended after step {last:,}: {how}."
 
 
 def _ending(run: RunLines) -> list[str]:
     if not run.has_log:
         return []
     if run.end is None:
-        return ["The log has no end: the run broke off, or is still running."]
+        return ["The log has no end: the run was killed, or is still running."]
     how = str(run.end.get("how"))
     return [] if how == "finished" else [f"The run did not finish: {how}."]
 
@@ -354,7 +349,7 @@ def _skipped(run: RunLines) -> list[str]:
     count = last.get("skipped")
     if not isinstance(count, int) or not count:
         return []
-    return [f"{several(count, 'step')} with NaN or infinite gradients {'was' if count == 1 else 'were'} left out."]
+    return [f"{several(count, 'step')} with NaN or infinite gradients {'was' if count == 1 else 'were'} skipped."]
 
 
 def _spikes(run: RunLines) -> list[str]:
@@ -367,8 +362,8 @@ def _spikes(run: RunLines) -> list[str]:
         return []
     step, value = max(spikes, key=lambda point: point[1])
     return [
-        f"The gradient norm was more than {_SPIKE:.0f} times its median in {several(len(spikes), 'place')}, most at step "
-        f"{step:,.0f} with {shown(value)}."
+        f"The gradient norm was more than {_SPIKE:.0f} times its median on {several(len(spikes), 'occasion')}. The largest, "
+        f"{shown(value)}, was at step {step:,.0f}."
     ]
 
 
@@ -386,8 +381,8 @@ def _slow_steps(run: RunLines) -> list[str]:
     if not slow:
         return []
     step, seconds = max(slow, key=lambda point: point[1])
-    at_most = f"around step {step:,} one took {shown_seconds(seconds)}, where half of them took less than {shown_seconds(middle)}"
-    return [f"Steps were more than {_SLOW:.0f} times slower than usual in {several(len(slow), 'place')}: {at_most}."]
+    at_most = f"a step around step {step:,} took {shown_seconds(seconds)}, and the median is {shown_seconds(middle)}"
+    return [f"Steps were more than {_SLOW:.0f} times slower than usual on {several(len(slow), 'occasion')}: {at_most}."]
 
 
 def _growth(run: RunLines) -> list[str]:
@@ -397,17 +392,19 @@ def _growth(run: RunLines) -> list[str]:
     middle, last = peaks[len(peaks) // 2], peaks[-1]
     if last <= _GROWTH * middle:
         return []
-    return [f"Memory grew to the end: its peak was {shown_bytes(middle)} half way and {shown_bytes(last)} at the end."]
+    return [
+        f"Memory grew: the peak was {shown_bytes(middle)} halfway through the run and {shown_bytes(last)} at the end."
+    ]
 
 
 def _resumed(run: RunLines) -> list[str]:
     found = []
     at = [line["step"] for line in run.starts if line["step"]]
     if at:
-        again = f", and {several(run.taken_again, 'step')} taken again" if run.taken_again else ""
+        again = f", and repeated {several(run.taken_again, 'step')}" if run.taken_again else ""
         found.append(f"The run was resumed at step {', '.join(f'{step:,}' for step in at)}{again}.")
     if run.earlier:
-        found.append(f"{several(run.earlier, 'earlier run')} in this folder began anew and left out here.")
+        found.append(f"The log has {several(run.earlier, 'earlier run')} of this folder, which this report omits.")
     return found
 
 
@@ -417,7 +414,8 @@ def _damage(run: RunLines) -> list[str]:
     if run.unread == [run.lines]:
         return ["The last line of the log is cut off: the run was killed while it wrote it."]
     return [
-        f"{several(len(run.unread), 'line')} of the log cannot be read and {'is' if len(run.unread) == 1 else 'are'} left out."
+        f"{several(len(run.unread), 'line')} of the log cannot be read, and this report omits "
+        f"{'it' if len(run.unread) == 1 else 'them'}."
     ]
 
 
@@ -483,12 +481,12 @@ def _answers(run: RunLines, ranks: int) -> tuple[tuple[str, str, str], ...]:
     rates, unit = speeds(run, ranks)
     if rates:
         middle = shown(median(value for _, value in rates))
-        answers.append(("Speed", middle, f"{unit} a second over {several(ranks, 'rank')}"))
+        answers.append(("Speed", middle, f"{unit} a second on {several(ranks, 'rank')}"))
     waited = sum(float(line["wait_s"]) for line in run.steps if is_finite(line.get("wait_s")))
     names = ("forward_s", "backward_s", "optimizer_s")
     within = sum(float(line[name]) for line in run.steps for name in names if is_finite(line.get(name)))
     if within:
-        answers.append(("Waiting for other ranks", shown_share(waited, within), "of the time of training steps"))
+        answers.append(("Waiting for other ranks", shown_share(waited, within), "of the time in training steps"))
     if peak := peak_bytes(run):
         answers.append(
             ("Peak memory", shown_bytes(peak), "of rank 0's device" if on_accelerator(run) else "of rank 0's process")
@@ -527,10 +525,10 @@ def _missing(run: RunLines, there: tuple[Section, ...]) -> tuple[str, ...]:
     found = []
     if "loss" not in keys:
         found.append(
-            "No loss was logged, and the model's outputs have none: give losses to `accelerator.log` or `RunRecorder.log`."
+            "No loss was logged, and the model's outputs contain none: pass losses to `accelerator.log` or `RunRecorder.log`."
         )
     if "timeline" not in keys:
-        found.append("No step was followed: the fifth is, and the run has not come so far.")
+        found.append("No step was traced: the fifth step is, and the run has had fewer.")
     if "saves" not in keys:
         found.append("No checkpoint was saved.")
     return tuple(found)

@@ -89,8 +89,8 @@ def _attend(
     for name in ("position_bias", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"hf_zero: {type(module).__name__} attends with {name}, a value for each head, and sp_size {ranks.size} deals "
-                "heads to ranks. Train this model with sp_size 1."
+                f"hf_zero: {type(module).__name__} attends with {name}, a value for each head, but sp_size {ranks.size} "
+                "distributes heads over ranks. Train this model with sp_size 1."
             )
     # With fewer key heads than ranks, several ranks get the same head, and backward adds their gradients.
     repeats = math.lcm(pairs, ranks.size) // pairs
@@ -243,8 +243,8 @@ class SequenceParallel:
             parallel = reference()
             if parallel is not None and parallel._cut is not None:
                 raise ValueError(
-                    f"hf_zero: {type(module).__name__} attends without a mask of transformers.masking_utils, so each rank would "
-                    f"attend to its own tokens alone. Train this model with sp_size 1, not {parallel._size}."
+                    f"hf_zero: {type(module).__name__} attends without a mask of transformers.masking_utils, so each rank "
+                    f"would attend only to its own tokens. Train this model with sp_size 1, not {parallel._size}."
                 )
             return _kernel(kernel, module)(module, query, key, value, mask, **kwargs)
 
@@ -268,8 +268,8 @@ class SequenceParallel:
             if each.config._attn_implementation != name:
                 model.set_attn_implementation(kernel)
                 raise ConfigError(
-                    f"hf_zero: {type(each).__name__} does not attend by transformers' attention interface, by which sp_size "
-                    f"{self._size} deals heads to ranks. Train this model with sp_size 1, or with tp_size."
+                    f"hf_zero: {type(each).__name__} does not attend through transformers' attention interface, which sp_size "
+                    f"{self._size} needs to distribute heads over ranks. Train this model with sp_size 1, or with tp_size."
                 )
 
     # ---- Before a forward ----
@@ -286,7 +286,7 @@ class SequenceParallel:
         self._compare(engine, asked)
         held = asked.get("input_ids", asked.get("inputs_embeds"))
         if held is None:
-            raise ValueError("hf_zero: with sp_size a model takes input_ids or inputs_embeds, and was given neither.")
+            raise ValueError("hf_zero: with sp_size, a model needs input_ids or inputs_embeds, and got neither.")
         rows, tokens = held.shape[:2]
         length = -(-tokens // self._size) * self._size
         targets = self._targets(asked)
@@ -304,7 +304,7 @@ class SequenceParallel:
             elif name not in _FOR_OTHERS and torch.is_tensor(value) and value.shape[:2] == held.shape[:2]:
                 raise ValueError(
                     f"hf_zero: sp_size {self._size} does not know how to cut the argument {name!r} of shape "
-                    f"{tuple(value.shape)}. Known are {', '.join(_CUT_ALONG)}, attention_mask, labels and shift_labels."
+                    f"{tuple(value.shape)}. Allowed: {', '.join(_CUT_ALONG)}, attention_mask, labels and shift_labels."
                 )
         self._has_mask = False
         weight = None
@@ -333,8 +333,8 @@ class SequenceParallel:
         names += [name for name in ("output_attentions", "output_router_logits") if asked.get(name)]
         if names and torch.is_grad_enabled():
             raise ValueError(
-                f"hf_zero: a training forward has {', '.join(names)}, which a rank with a part of the sequence cannot give. "
-                f"Leave it out, or train with sp_size 1, not {self._size}."
+                f"hf_zero: a training forward has {', '.join(names)}, which a rank with only a part of the sequence cannot "
+                f"provide. Omit it, or train with sp_size 1, not {self._size}."
             )
         return bool(names)
 
@@ -345,8 +345,8 @@ class SequenceParallel:
         self._compared += 1
         for (first, *_), other in differing([asked], engine.world, self._sets):
             raise DifferentBatchesError(
-                f"hf_zero: ranks {first} and {other} share a sequence (sp_size {self._size}) and were given different "
-                "batches. Prepare the dataloader with accelerate, or give each sequence's ranks the same batch."
+                f"hf_zero: ranks {first} and {other} share a sequence (sp_size {self._size}) but got different batches. "
+                "Prepare the dataloader with accelerate, or pass each sequence's ranks the same batch."
             )
 
     def _targets(self, asked: dict[str, Any]) -> torch.Tensor | None:
@@ -382,13 +382,13 @@ class SequenceParallel:
             return None
         if not self._has_mask:
             raise ValueError(
-                f"hf_zero: {type(model).__name__} has asked transformers for no mask of this sequence; another model may have "
-                "the same config object. Build each model with a config of its own, or train with sp_size 1."
+                f"hf_zero: {type(model).__name__} did not ask transformers for a mask of this sequence; another model may have "
+                "the same config object. Build each model with its own config, or train with sp_size 1."
             )
         if not isinstance(outputs, ModelOutput):
             raise ValueError(
-                f"hf_zero: with sp_size a model returns its outputs by name, and this one has returned a "
-                f"{type(outputs).__name__}. Leave return_dict=False out."
+                "hf_zero: with sp_size, a model returns its outputs by name, but this one returned a "
+                f"{type(outputs).__name__}. Remove return_dict=False."
             )
         loss = outputs.get("loss")
         if loss is not None and cut.weight is not None:
@@ -450,7 +450,8 @@ def _fill(values: torch.Tensor | None, length: int, value: float) -> Any:
 def _two_dimensional(name: str, values: torch.Tensor | None) -> torch.Tensor | None:
     if values is not None and values.ndim != 2:
         raise ValueError(
-            f"hf_zero: {name} has {values.ndim} dimensions, and sp_size takes one of (rows, tokens). Give it so, or leave it out."
+            f"hf_zero: {name} has {values.ndim} dimensions, and sp_size needs the shape (rows, tokens). Pass it in this shape, "
+            "or omit it."
         )
     return values
 
@@ -463,8 +464,8 @@ def _model_of(root: nn.Module, size: int) -> PreTrainedModel:
     found = next(_models_in(root), None)
     if found is None:
         raise ConfigError(
-            f"hf_zero: {type(root).__name__} holds no model of transformers, and sp_size {size} cuts the batches of these. Train "
-            "it with sp_size 1."
+            f"hf_zero: {type(root).__name__} holds no model of transformers, and sp_size {size} cuts only the batches of such "
+            "models. Train it with sp_size 1."
         )
     return found
 
@@ -496,24 +497,24 @@ def _loss_of(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
 def _why_not(model: PreTrainedModel, ranks_of_heads: int) -> str | None:
     config = model.config.get_text_config()
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        return "has an encoder and a decoder, whose sequences are two"
+        return "has an encoder and a decoder, with two different sequences"
     if config is not model.config:
-        return "takes more than text, which is not cut with the tokens"
+        return "takes other inputs than text, which are not cut with the tokens"
     others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if others:
         return f"has layers of {', '.join(sorted(others))}, which need the tokens of other ranks"
     if _loss_of(model) not in _LOSSES:
-        return "has no loss for each token (of a causal, a masked or a token classifying model)"
+        return "has no loss for each token (as causal, masked and token classification models have)"
     heads = getattr(config, "num_attention_heads", 0)
     if not heads or heads % ranks_of_heads:
         return f"has {heads} attention heads, which {ranks_of_heads} ranks cannot share evenly"
     if _kernel_of(model) not in _KERNELS:
-        return f"attends by {_kernel_of(model)}; allowed: {', '.join(_KERNELS)}"
+        return f"attends with {_kernel_of(model)}; allowed: {', '.join(_KERNELS)}"
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or "kwargs" not in parameters:
-        return "takes no position_ids and no further arguments, so that each part would begin at position 0"
+        return "takes no position_ids or no further arguments, so each part would start at position 0"
     if _counts_padding(model):
-        return "counts positions from the padding in a row, which a part does not show"
+        return "counts positions from the padding of a row, which a part of the sequence does not contain"
     if getattr(config, "output_router_logits", False):
         return "has a loss over its routers (output_router_logits), which is not the sum of the parts' losses"
     return None
@@ -531,16 +532,16 @@ def _refuse_settings(engine: ZeroEngine, size: int) -> None:
     if together != copy:
         raise ConfigError(
             f"hf_zero: sp_size is {size} and ep_size {copy} is above tp_size {together}: experts get tokens of several "
-            "sequences. Load the model with an ep_size of tp_size, or leave sp_size at 1."
+            "sequences. Load the model with ep_size equal to tp_size, or leave sp_size at 1."
         )
     ranks = engine.groups.world_size
     if ranks % size:
-        beside = f" that tp_size {together} leaves" if together > 1 else ""
+        beside = f" (after tp_size {together})" if together > 1 else ""
         raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks{beside} of this run.")
     if engine.module is not engine.model:
         raise ConfigError(
-            f"hf_zero: sp_size is {size}, and the optimizer also has parameters of no model, or of a second one, whose batches "
-            "are not cut. Give these their own optimizer, or leave sp_size at 1."
+            f"hf_zero: sp_size is {size}, and the optimizer also has parameters of no model, or of a second one; their batches "
+            "are not cut. Create a separate optimizer for these, or leave sp_size at 1."
         )
     if config.comm.sync_every > 1:
         raise ConfigError(
@@ -549,6 +550,6 @@ def _refuse_settings(engine: ZeroEngine, size: int) -> None:
         )
     if config.out_of_memory == "halve":
         raise ConfigError(
-            f"hf_zero config: `out_of_memory: halve` does not go with sp_size {size}: the other ranks of a sequence would wait "
-            "for the failed one. Leave `out_of_memory` at stop."
+            f"hf_zero config: `out_of_memory: halve` cannot be combined with sp_size {size}: the other ranks of a sequence "
+            "would wait for the failed one. Leave `out_of_memory` at stop."
         )

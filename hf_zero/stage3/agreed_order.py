@@ -169,8 +169,8 @@ class AgreedOrder:
         heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
         if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
             raise RuntimeError(
-                "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
-                "steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
+                "hf_zero: a rank ran a layer by itself after other ranks had stepped, so layers were gathered from two steps. "
+                "Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
             )
         self.starts.hear(bytes(heard[3 * count : -8]))
         for each in compress(range(count), heard[2 * count :]):

@@ -12,7 +12,7 @@ from ..buckets.gathered_memory import GatheredMemory
 # (`p.data = ...`): the parameter is no longer a view of its bucket. Through `.data` or numpy: only the values change.
 
 _PASSES = 4
-_OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
+_OTHERWISE = "or after the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
 
 
 def written(slots: Iterable[ParameterSlot], versions: Iterable[int]) -> list[ParameterSlot]:
@@ -108,8 +108,8 @@ class UnseenEdits:
         stray = next((slot for slot in strays if not is_cast(slot)), None)
         if stray is not None:
             raise RuntimeError(
-                f"hf_zero: a forward has given {stray.name!r} other memory (`p.data = ...`), which is lost when its layer is "
-                f"sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
+                f"hf_zero: a forward has assigned new memory to {stray.name!r} (`p.data = ...`), which is lost when its layer "
+                f"is sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
             )
         if before is None:
             return
@@ -141,9 +141,9 @@ def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:
 def rounded_edit(name: str) -> RuntimeError:
     """Returns the error for an edit of parameters that are rounded or kept for the backward."""
     return RuntimeError(
-        f"hf_zero: a forward has edited {name!r}, of which it has a copy that is rounded (`gather_dtype`, `comm.weights`) or "
-        "kept for the backward (`comm.secondary_shard`), and the edit would be lost. Leave that setting out, or edit the "
-        "parameter behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
+        f"hf_zero: a forward has edited {name!r}, which has a second copy, rounded (`gather_dtype`, `comm.weights`) or kept "
+        "for the backward (`comm.secondary_shard`), so the edit would be lost. Remove that setting, or edit the parameter "
+        "after the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
     )
 
 

@@ -144,8 +144,8 @@ def _unlike(slot: ParameterSlot) -> str:
     parameter, memory = slot.parameter, slot.bucket.memory
     given, own = f"{tuple(parameter.shape)} of {parameter.dtype}", f"{tuple(slot.view.shape)} of {memory.shown.dtype}"
     return (
-        f"hf_zero: inside `gathered(writeback=True)` {slot.name!r} was given {given}, and is {own}. Give it values of its own "
-        "shape and dtype, as `p.copy_(values)` does."
+        f"hf_zero: inside `gathered(writeback=True)` {slot.name!r} was set to {given}, but is {own}. Assign values of its own "
+        "shape and dtype, for example with `p.copy_(values)`."
     )
 
 
@@ -273,8 +273,8 @@ class GatheredParameters:
         )
         if difference is not None:
             raise ValueError(
-                f"hf_zero: {purpose} was given different values (checksums): {difference}. Load the same state dict on every "
-                "rank, or load it on rank 0 inside `hf_zero.gathered(model, writeback=True)`."
+                f"hf_zero: {purpose} got different values on the ranks (checksums): {difference}. Load the same state dict on "
+                "every rank, or load it on rank 0 inside `hf_zero.gathered(model, writeback=True)`."
             )
 
     def release(self, units: Iterable[Unit]) -> None:

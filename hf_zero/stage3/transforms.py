@@ -5,8 +5,8 @@ import torch
 from .unit import Unit
 
 TRANSFORMED = (
-    "hf_zero: torch.func of a model at stage 3 cannot be trained through. For values, call it inside `with torch.no_grad(), "
-    "hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
+    "hf_zero: training through torch.func of a model at stage 3 is not supported. For values, call it inside `with "
+    "torch.no_grad(), hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
 )
 
 

@@ -252,8 +252,8 @@ class Unsharding:
         held = [unit.name for unit in self.units if unit.holds]
         if held:
             raise RuntimeError(
-                f"hf_zero: optimizer.step() inside `gathered` or `unsharded` (units {', '.join(held[:3])}): the whole copies "
-                "would be out of date. Leave the context before the step."
+                f"hf_zero: optimizer.step() was called inside `gathered` or `unsharded` (units {', '.join(held[:3])}): the "
+                "whole copies would be out of date. Exit the context before the step."
             )
         self._keeps_all = False
         self._order.count_step()

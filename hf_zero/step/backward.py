@@ -383,8 +383,8 @@ class Gradients:
             gradient = gradient.to_dense()
         if hasattr(gradient, "__tensor_flatten__"):
             raise RuntimeError(
-                f"hf_zero: the gradient of {slot.name!r} is a {type(gradient).__name__}, a wrapper of other tensors, and buckets "
-                "hold plain tensors. Return plain tensors from the layers whose weights are of this class."
+                f"hf_zero: the gradient of {slot.name!r} is a {type(gradient).__name__}, which wraps other tensors, but "
+                "buckets hold plain tensors. Return plain tensors from the layers that have weights of this class."
             )
         if not is_readable:
             raise RuntimeError(

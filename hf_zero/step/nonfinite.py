@@ -143,8 +143,8 @@ class NonFiniteCheck:
         if not self._may_skip:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused. "
-                f"{where_from(*source, rows)}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
-                "`nonfinite: ignore` takes them."
+                f"{where_from(*source, rows)}Lower the learning rate, or fix the data; `nonfinite: skip` skips such steps, "
+                "`nonfinite: ignore` applies them."
             )
         if self.skips:
             # A second clip in the same step has measured the norm again.
@@ -155,9 +155,8 @@ class NonFiniteCheck:
         where = where_from(*source, rows)
         if self._in_a_row > _MOST_IN_A_ROW:
             raise NonFiniteGradientError(
-                f"hf_zero: the gradient norm is {norm}, and {_MOST_IN_A_ROW} bad steps in a row have been left out "
-                f"before. {where}Resume from a checkpoint with a lower learning rate, or without "
-                "the data that causes this."
+                f"hf_zero: the gradient norm is {norm}, and {_MOST_IN_A_ROW} bad steps in a row were skipped before. "
+                f"{where}Resume from a checkpoint with a lower learning rate, or without the data that causes this."
             )
         # Log the 1st, 2nd, 4th, 8th... skipped step, because a run may skip thousands.
         count = self.skipped + 1

@@ -38,14 +38,14 @@ def _of_batches(
     everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]], batches: int, number: int
 ) -> str:
     count = max(batches, 1)
-    step = f"It is step {number} since the engine was built"
+    step = f"This is step {number} since the engine was built"
     for rank, _, bad, _ in everyone:
         if bad:
             micro, loss = bad[0]
             of = f", micro-batch {micro} of {count}" if count > 1 else ""
             return f"{step}{of} on rank {rank}: its loss is {loss}. "
     if all(known for _, _, _, known in everyone):
-        return f"{step}; the losses that the model returned in it are finite on all ranks. "
+        return f"{step}; all losses that the model returned in it are finite on all ranks. "
     return f"{step}. "
 
 
@@ -57,5 +57,5 @@ def _of_parameters(names: Sequence[str]) -> str:
     if not names:
         return ""
     unit, _, _ = names[0].rpartition(".")
-    more = f", and {len(names) - 1} more behind it" if len(names) > 1 else ""
-    return f"First parameters in backward: {', '.join(names[:3])} (in {unit or 'the model itself'}{more}). "
+    more = f"; {len(names) - 1} more after it" if len(names) > 1 else ""
+    return f"First bad gradients in backward: {', '.join(names[:3])} (the first is in {unit or 'the model itself'}{more}). "

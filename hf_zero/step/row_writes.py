@@ -66,9 +66,9 @@ class RowWrites:
                 names = [row.slot.name for row in bucket.rows]
                 more = f" and {len(names) - 1} other parameters of its bucket" if len(names) > 1 else ""
                 raise RuntimeError(
-                    f"hf_zero: {doing}, and what optimizer.param_groups holds of {names[0]}{more} has been written "
-                    "to since the last optimizer.step(), unseen by other ranks. Call "
-                    "`engine_of(model).synchronize()` on all ranks after such a write."
+                    f"hf_zero: {doing}, but values of {names[0]}{more} in optimizer.param_groups were edited after the last "
+                    "optimizer.step(), so other ranks have old values. Call `engine_of(model).synchronize()` on all ranks "
+                    "after such an edit."
                 )
 
     @contextmanager
@@ -128,7 +128,7 @@ class RowWrites:
         self.follow(buckets)
 
     def _before_state_dict(self, _module: nn.Module, *_args: object) -> None:
-        self.refuse_unsent("a state dict is asked for")
+        self.refuse_unsent("a state dict is requested")
 
 
 def _is_copied(bucket: Bucket) -> bool:

@@ -255,13 +255,13 @@ class ShardedOptimizer:
         """Runs a closure before the step, as the steps of torch's optimizers do; the step is then handed the result."""
         if not is_of_torch(self.optimizer):
             raise ValueError(
-                f"hf_zero: {type(self.optimizer).__name__}.step(closure) is not supported: a class from outside of torch may run "
-                "the closure, and its backward, in the middle of the step. Call backward first, then optimizer.step()."
+                f"hf_zero: {type(self.optimizer).__name__}.step(closure) is not supported: an optimizer that is not torch's "
+                "may run the closure, and its backward, in the middle of the step. Call backward first, then optimizer.step()."
             )
         if not self._storage.hooks_are_last:
             # The closure's forward would change the order of the hooks, which torch is calling now.
             raise ValueError(
-                f"hf_zero: {type(self.optimizer).__name__} has a hook before its step that was registered after it was prepared, "
+                f"hf_zero: {type(self.optimizer).__name__} has a step pre-hook that was registered after accelerator.prepare, "
                 "and its first step has a closure. Register the hook before accelerator.prepare, or run a forward first."
             )
         with torch.enable_grad():

@@ -268,11 +268,11 @@ class TrainingStep(StepContext):
         if groups.rank == 0:
             whole = sum(bucket.layout.numel * bucket.precision.reduce.itemsize for bucket in self._parts.buckets)
             warnings.warn(
-                f"hf_zero: the loss runs a backward for each of its {count} mini-batches, and each of these reduces the "
-                f"gradients: a step sends them {count} times, and DDP once. Set `grad_accumulation: local` "
-                f"(`--zero stage={self._config.stage},grad_accumulation=local`) to reduce them once a step; each rank then "
-                f"keeps whole gradients until the step, {in_units(whole)}. Set `grad_accumulation: sharded` to keep this "
-                "way without this warning.",
+                f"hf_zero: the loss runs a backward for each of its {count} mini-batches, and each backward reduces the "
+                f"gradients: a step sends them {count} times, DDP only once. Set `grad_accumulation: local` (`--zero "
+                f"stage={self._config.stage},grad_accumulation=local`) to reduce them once per step; each rank then keeps "
+                f"whole gradients ({in_units(whole)}) until the step. Set `grad_accumulation: sharded` to keep the current "
+                "behavior without this warning.",
                 stacklevel=3,
             )
 
@@ -341,8 +341,8 @@ class TrainingStep(StepContext):
             # Python shows it once.
             warnings.warn(
                 f"hf_zero: the script reads `p.grad`. At stage {self._config.stage} each read gathers the gradient from all "
-                "ranks, so read on all ranks. To clip or to log a norm, `accelerator.clip_grad_norm_` and "
-                "`engine.clip_grad_norm_` send one number.",
+                "ranks, so all ranks must read it. To clip or to log a norm, use `accelerator.clip_grad_norm_` or "
+                "`engine.clip_grad_norm_`: they send one number.",
                 stacklevel=2,
             )
         self.gradients.recover()
@@ -385,7 +385,7 @@ class TrainingStep(StepContext):
         if torch.is_grad_enabled():
             self._refuse_in_fork()
         self._enter(TrainingState.FORWARD if torch.is_grad_enabled() else TrainingState.EVALUATE)
-        self.row_writes.refuse_unsent("a forward begins")
+        self.row_writes.refuse_unsent("a forward starts")
         self.gradients.recover()
         parts.tier.release_cores()
         parts.storage.before_forward()
@@ -544,8 +544,8 @@ class TrainingStep(StepContext):
     def _refuse_without_rescue(self) -> None:
         if self._config.out_of_memory == "halve" and not self.has_rescue:
             raise ConfigError(
-                "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, which this training loop does by itself. "
-                "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
+                "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, but this training loop runs them "
+                "itself. Train with Trainer, run each micro-batch through `hf_zero.Rescue`, or remove the setting."
             )
 
     def after_step(self, index: int, *, is_taken: bool) -> None:
@@ -636,7 +636,6 @@ class TrainingStep(StepContext):
 def _refuse_inside_backward() -> None:
     if is_in_backward():
         raise RuntimeError(
-            "hf_zero: optimizer.step() was called inside a backward, as by a hook on a gradient, before gradients "
-            "are reduced. Call it behind loss.backward(); to hold no whole gradients until then, train at `stage: "
-            "2`."
+            "hf_zero: optimizer.step() was called inside a backward, for example by a gradient hook, before gradients are "
+            "reduced. Call it after loss.backward(); to avoid keeping whole gradients until then, train at `stage: 2`."
         )

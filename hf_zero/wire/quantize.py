@@ -112,8 +112,8 @@ def dequantize_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
     check_flat("out", out, numel=numel, device=device, dtypes=FLOAT_DTYPES)
     if codes.dim() != 2 or scales.dim() != 2 or codes.shape[0] != scales.shape[0] or not codes.shape[0]:
         raise ValueError(
-            f"hf_zero: codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}; both have one row a rank. "
-            "Stack the ranks' parts."
+            f"hf_zero: codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}; both need one row per "
+            "rank. Stack the ranks' parts."
         )
     for rank in range(codes.shape[0]):
         _check_quantized(codes[rank], scales[rank], numel, device, format)

@@ -186,7 +186,7 @@ def checkpoints(record: Record) -> dict[str, str]:
     seconds, megabytes = "{:.2f} s".format, lambda value: f"{value / 1e6:.0f} MB"
     compared: dict[str, tuple[dict[str, float], Callable[[float], str]]] = {
         "a save that training waits for": (at_once, seconds),
-        "training stands still for a save": (stalls, seconds),
+        "a save blocks training": (stalls, seconds),
         "a cold resume": ({name: median(load["seconds"]) for name, load in loads}, seconds),
         "a rank reads to resume": ({name: max(load["read_bytes"]) for name, load in loads}, megabytes),
         "export to one model folder": ({name: merge["seconds"] for name, merge in merges}, seconds),

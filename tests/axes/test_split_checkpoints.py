@@ -169,7 +169,7 @@ def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
     everyone = four_ranks.run(reports, folder=folder, tp=2, ep=1)
     plan = plan_of(folder, "--tp-size", 2)
     assert plan["held"] == everyone[0]["local"] and plan["activations"] is None
-    assert "what the ranks of a copy send each other are left out" in plan["warnings"][0]
+    assert "the traffic inside a copy" in plan["warnings"][0]
     planned = next(each["device"] for each in plan["set_ups"] if each["name"] == "stage 2")
     assert [each["place"].partition(", ")[2] for each in everyone] == [
         f"step 1, dp {data}, tp {part}" for data in (0, 1) for part in (0, 1)
@@ -182,7 +182,7 @@ def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
         assert found["sent"]["reduce-scatter"] == pytest.approx(4 * found["local"] / 2, rel=0.1)
         assert found["sent"]["all-gather"] == pytest.approx(4 * found["local"] / 2, rel=0.1)
         first = rank // 2 * 2
-        assert f"What ranks [{first}, {first + 1}] send each other in forward and backward" in found["table"]
+        assert f"between ranks [{first}, {first + 1}] in forward and backward" in found["table"]
 
 
 def plan_of(folder: Path, *options: object) -> dict:

@@ -256,7 +256,7 @@ def test_an_edit_while_a_save_is_under_way_is_an_error_and_no_checkpoint(tmp_pat
     edits = ["in place", "data", "numpy", "optimizer state"]
     for of_rank in run_on_ranks(edits_while_saving, output_dir=str(tmp_path), edits=edits):
         for what, said in zip(edits, of_rank, strict=True):
-            assert "was edited between a save and the next optimizer step" in said, what
+            assert "was edited while a save was writing it" in said, what
             assert ("'exp_avg of " in said) == (what == "optimizer state")
     assert not any(path.name.startswith("checkpoint-") for path in tmp_path.glob("*/*"))
 
@@ -365,7 +365,7 @@ def test_small_tensors_are_copied_at_once_and_writes_to_large_ones_are_seen(tmp_
             values[edit] += 1.0
             if is_secured:
                 live.secure()
-            with pytest.raises(CheckpointError, match="'w' was edited between"):
+            with pytest.raises(CheckpointError, match="'w' was edited while"):
                 live.write()
 
 
@@ -384,14 +384,14 @@ def test_a_bit_that_flips_between_memory_and_file_fails_the_save(tmp_path):
 
     with mock.patch("os.pwrite", writes_another_bit):
         written = write_all(pieces)
-    with pytest.raises(CheckpointError, match="'a' in f\\.safetensors is not as it was in memory"):
+    with pytest.raises(CheckpointError, match="'a' in f\\.safetensors differs from its values in memory"):
         refuse_changed(written)
     # A copy waits for a slow disk, and changes meanwhile.
     live = LivePieces(pieces, 1 << 30, refuse_edits=lambda: None)
     live.secure()
     live.on_written = lambda _: [piece.values.view(torch.uint8)[7].bitwise_xor_(4) for piece in live._left]
     live.write()
-    with pytest.raises(CheckpointError, match="'b' in f\\.safetensors is not as it was in memory"):
+    with pytest.raises(CheckpointError, match="'b' in f\\.safetensors differs from its values in memory"):
         refuse_changed(live.written)
     refuse_changed(write_all(pieces))
 

@@ -469,7 +469,7 @@ REFUSALS = [
     (limited_file_size, 2, 1, "rank 1 could not write to .*File too large"),
     (failing_disk, 3, 1, "rank 1 could not write to .*Input/output error"),
     (filling_disk, 1, 0, "rank 0 could not write to .*No space left on device"),
-    (disk_that_takes_nothing, 2, 1, "rank 1 could not write to .*takes no more at byte"),
+    (disk_that_takes_nothing, 2, 1, "rank 1 could not write to .*accepts no more data at byte"),
     (file_cut_off_meanwhile, 0, 0, r"could not put .*rank-00000-of-00002\.safetensors is shorter than its header"),
     (full_disk_at_the_weights, 3, 0, "rank 0 could not write the model to .*No space left"),
     (full_disk_at_the_rest, 1, 1, "rank 1 could not write trainer state to .*No space left"),
@@ -479,7 +479,7 @@ REFUSALS = [
         nearly_full_disk,
         3,
         0,
-        r"rank 0 could not .* needs about [\d.]+ KiB and .* has 1000 B free: [\d.]+ KiB too little",
+        r"rank 0 could not .* needs about [\d.]+ KiB, but .* has 1000 B free: [\d.]+ KiB too little",
     ),
 ]
 
@@ -510,14 +510,14 @@ def test_a_refused_save_is_every_ranks_error_and_harms_nothing(
     outcomes = run_on_ranks(saves_on_a_bad_disk, folder=str(tmp_path), **case)
     refused = {outcome["stop"]["refused"] for outcome in outcomes}
     assert len(refused) == 1, refused
-    assert re.search(rf"hf_zero: .*{says}.*training state is unharmed", refused.pop())
+    assert re.search(rf"hf_zero: .*{says}.*training state are unchanged", refused.pop())
     # Where the folder was out of reach at the end of the run, the lock's file is left, which nobody holds.
     left = {LOCK_NAME} if refusal is file_for_a_folder else set()
     assert {path.name for path in (tmp_path / "stop").iterdir()} - left == {"checkpoint-2"}
     for outcome in outcomes:
         assert undisturbed.same(outcome["continue"])
         assert re.search(
-            f"{says}.* Training goes on, as `checkpoint.on_failure: continue` says", outcome["continue"]["said"][-1]
+            f"{says}.* Training continues because of `checkpoint.on_failure: continue`", outcome["continue"]["said"][-1]
         )
     assert sorted(path.name for path in (tmp_path / "continue").iterdir()) == [f"checkpoint-{n}" for n in (10, 2, 6, 8)]
     for path in [tmp_path / "stop" / "checkpoint-2", *newest_first(tmp_path / "continue")]:
@@ -738,7 +738,7 @@ def test_elements_that_no_row_or_two_rows_have_are_faults(checkpoint):
     for rows in (manifest.rows[1:], (*manifest.rows, manifest.rows[0])):
         replace(manifest, rows=rows).write(checkpoint / "zero")
         [fault] = checkpoint_faults(checkpoint, "zero")
-        assert fault == f"{manifest.rows[0].kind} of {manifest.rows[0].name} is not there once for each element"
+        assert fault == f"{manifest.rows[0].kind} of {manifest.rows[0].name} is missing or duplicated for some elements"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", ROWS])
@@ -746,7 +746,7 @@ def test_a_header_length_of_10_gb_is_refused_with_the_files_name(name, checkpoin
     with (checkpoint / name).open("r+b") as opened:
         opened.write(struct.pack("<Q", 10 * 2**30))
     [fault] = checkpoint_faults(checkpoint, "zero")
-    assert fault.startswith(f"{name} has other contents than were written")
+    assert fault.startswith(f"{name} differs from the contents that were written")
     manifest = Manifest.read(checkpoint / "zero")
     manifest.with_files({**manifest.files, name: record_of(checkpoint / name)}).write(checkpoint / "zero")
     if name == ROWS:
@@ -771,8 +771,8 @@ def test_resume_true_passes_over_what_is_not_good_and_says_why(undisturbed, tmp_
     for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 1"):
         assert outcome["start"] == 8 and undisturbed.same(outcome)
     said = run_on_ranks(train_from, output_dir=str(tmp_path), resume="last-good", door="flag 3")[0]["said"][0]
-    assert f"resuming from {tmp_path}/checkpoint-100. Passed over: checkpoint-200: it holds no model weights" in said
-    assert f"checkpoint-150: {ROWS} has other contents than were written" in said
+    assert f"resuming from {tmp_path}/checkpoint-100. Skipped: checkpoint-200: it holds no model weights" in said
+    assert f"checkpoint-150: {ROWS} differs from the contents that were written" in said
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {f"checkpoint-{n}" for n in (10, 50, 100, 150, 200)}
 
@@ -829,9 +829,11 @@ def test_a_resume_takes_files_without_tensors_as_a_person_has_left_them_and_warn
     for name in (*EDITS, "newest"):
         assert first[name]["refused"] is None and first[name]["start"] == second[name]["start"] == 8, name
         # Each run's handler hears the runs after it, too.
-        [said] = [line for line in first[name]["said"] if f"/{name}/checkpoint-8 is not as it was written" in line]
+        [said] = [
+            line for line in first[name]["said"] if f"/{name}/checkpoint-8 was changed after it was written" in line
+        ]
         assert (name if name in EDITS else "config.json") in said and "hf-zero verify --accept" in said
-        assert not any("is not as it was written" in line for line in second[name]["said"])
+        assert not any("was changed after it was written" in line for line in second[name]["said"])
     for name in ("trainer_state.json", "config.json", "training_args.bin", "newest"):
         # Without what the edit may have taken out of the log.
         assert first[name]["losses"][-2:] == undisturbed.outcomes[0]["losses"][-2:], name
@@ -842,7 +844,7 @@ def test_a_resume_takes_files_without_tensors_as_a_person_has_left_them_and_warn
 
 def test_a_folder_without_checkpoints_is_said_to_hold_none(tmp_path):
     [refused] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume=True)
-    assert refused["refused"].startswith(f"No valid checkpoint found in output directory ({tmp_path}). Leave")
+    assert refused["refused"].startswith(f"No valid checkpoint found in output directory ({tmp_path}). Omit")
     [afresh] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume="last-good", max_steps=2)
     assert afresh["said"] == [f"hf_zero: no good checkpoint in {tmp_path} (it holds none); starting afresh."]
 
@@ -952,7 +954,7 @@ def test_a_file_with_a_checkpoints_name_is_moved_aside_and_kept(tmp_path):
     for name in ("checkpoint-4", "checkpoint-3", ".tmp-checkpoint-2", ".old-checkpoint-2"):
         (tmp_path / name).write_text("mine")
     [[said]] = run_on_ranks(saves_over_a_file, world_size=1, output_dir=str(tmp_path))
-    assert "checkpoint-4 was a file and no checkpoint. It is checkpoint-4.file-" in said
+    assert "checkpoint-4 was a file, not a checkpoint folder. It was renamed to checkpoint-4.file-" in said
     assert all(checkpoint_faults(tmp_path / f"checkpoint-{step}", "zero") == [] for step in (2, 4))
     [aside] = tmp_path.glob("checkpoint-4.file-*")
     assert aside.read_text() == (tmp_path / "checkpoint-3").read_text() == "mine"

@@ -412,16 +412,19 @@ def with_residuals(content: dict, *shape: int) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (partial(changed_row, rank=9), "rows[0] is a list, where a list of 10 is due"),
+        (partial(changed_row, rank=9), "rows[0] is a list; expected: a list of 10"),
         (lambda content: changed_row(content, 0, 7, 0, 7, rank=9), "is of 1 of 2 ranks from 9 on"),
         (lambda content: changed_row(content, 0, 7, 0, 8), "rows[0] cuts elements 0 to 8 at 7 and every 0"),
-        (of_many_ranks, "has rows and is not among the files"),
-        (of_another_key, "is under 'exp_avg/nothing', where 'exp_avg/"),
+        (of_many_ranks, "has rows but is not among the files"),
+        (of_another_key, "is stored as 'exp_avg/nothing'; expected: 'exp_avg/"),
         (lambda content: changed_row(content, 0, 10**9, 0, 10**9), "has elements 0 to 1000000000 of"),
-        (lambda content: content["files"].pop(f"zero/{ROWS}"), f"{ROWS} has rows and is not among the files"),
+        (lambda content: content["files"].pop(f"zero/{ROWS}"), f"{ROWS} has rows but is not among the files"),
         (lambda content: content["files"].pop("model.safetensors"), "model.safetensors is not among the files"),
         (lambda content: content["files"].pop("scheduler.pt"), "scheduler.pt is not among the files"),
-        (lambda content: content.update(step=3), "trainer_state.json is of step 4, and the checkpoint of 3"),
+        (
+            lambda content: content.update(step=3),
+            "trainer_state.json is from step 4, but the checkpoint is from step 3",
+        ),
         (lambda content: content["rows"][0].__setitem__(2, "F16"), "has dtype F32 in zero/rank-0000"),
         (with_a_plain_step, "scalars has 'step' as a tensor for one of"),
         (
@@ -465,8 +468,8 @@ def declared_as_integers(header: dict) -> None:
     [
         (lambda rows: rows.write_bytes(b""), f"zero/{ROWS} is cut off or damaged"),
         (lambda rows: os.truncate(rows, rows.stat().st_size - 4), f"zero/{ROWS} is cut off or damaged"),
-        (lambda rows: cast(rows, torch.float64), f"has dtype F64 in zero/{ROWS}, and F32 is due"),
-        (lambda rows: with_header(rows, declared_as_integers), f"has dtype I32 in zero/{ROWS}, and F32 is due"),
+        (lambda rows: cast(rows, torch.float64), f"has dtype F64 in zero/{ROWS}; expected: F32"),
+        (lambda rows: with_header(rows, declared_as_integers), f"has dtype I32 in zero/{ROWS}; expected: F32"),
         (lambda rows: with_header(rows, lambda header: header.popitem()), f"zero/{ROWS} has no "),
     ],
     ids=["empty", "truncated", "another dtype", "declared otherwise", "a row less"],
@@ -480,13 +483,13 @@ def test_a_ranks_file_that_is_not_what_was_written_is_refused_whatever_its_sum(d
 def test_weights_of_another_step_that_nothing_vouches_for_are_refused(checkpoint, trained):
     shutil.copy2(trained / "hf" / "checkpoint-2" / "model.safetensors", checkpoint)
     resign(checkpoint, lambda content: content["files"].pop("model.safetensors"))
-    assert_refused(checkpoint, "model.safetensors is not among the files that manifest.json vouches for", SENDING)
+    assert_refused(checkpoint, "model.safetensors is not among the files listed in manifest.json", SENDING)
 
 
 def test_a_trainer_state_of_another_step_is_refused(checkpoint, trained):
     shutil.copy2(trained / "hf" / "checkpoint-2" / "trainer_state.json", checkpoint)
     resign(checkpoint)
-    assert_refused(checkpoint, "trainer_state.json is of step 2, and the checkpoint of 4")
+    assert_refused(checkpoint, "trainer_state.json is from step 2, but the checkpoint is from step 4")
 
 
 @pytest.mark.parametrize("step", [None, -4, 4.0, True, "4", []])
@@ -494,7 +497,7 @@ def test_a_trainer_state_without_a_number_of_steps_is_refused_also_where_the_man
     state = checkpoint / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": step}))
     resign(checkpoint, lambda content: content.update(step=None))
-    assert_refused(checkpoint, f"trainer_state.json has the global_step {step}, which is no number of steps")
+    assert_refused(checkpoint, f"trainer_state.json has the global_step {step}, which is not a number of steps")
 
 
 @pytest.mark.parametrize("dtype", ["F64", "U8", "BOOL", "F8_E4M3"])
@@ -513,7 +516,7 @@ def test_rows_of_a_second_model_are_looked_at_too(checkpoint):
     shutil.copytree(checkpoint / "zero", checkpoint / "zero_1")
     resign(checkpoint, lambda content: content["rows"].pop(), folder="zero_1")
     resign(checkpoint)
-    assert_refused(checkpoint, "is not there once for each element")
+    assert_refused(checkpoint, "is missing or duplicated for some elements")
 
 
 def test_files_that_no_resume_reads_may_be_added_to_a_checkpoint(checkpoint):
@@ -582,13 +585,13 @@ def with_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["Trainer"]}, "names the architecture Trainer, which is no model"),
-        ({"architectures": ["pipeline"]}, "names the architecture pipeline, which is no model"),
-        ({"architectures": ["__doc__"]}, "names the architecture ['__doc__'], which transformers has not"),
-        ({"n_layer": 20_000}, "is of a model with more than "),
+        ({"architectures": ["Trainer"]}, "names the architecture Trainer, which is not a subclass"),
+        ({"architectures": ["pipeline"]}, "names the architecture pipeline, which is not a subclass"),
+        ({"architectures": ["__doc__"]}, "names the architecture ['__doc__'], which transformers does not have"),
+        ({"n_layer": 20_000}, "describes a model with more than "),
         ({"n_layer": "many"}, "config.json cannot be read (Validation error for field 'n_layer': TypeError: "),
-        ({"n_head": 0}, "its model, GPT2LMHeadModel, cannot be made"),
-        ({"n_embd": 10**12}, "its model, GPT2LMHeadModel, cannot be made"),
+        ({"n_head": 0}, "its model, GPT2LMHeadModel, cannot be built"),
+        ({"n_embd": 10**12}, "its model, GPT2LMHeadModel, cannot be built"),
         ({"model_type": ["gpt2"]}, "config.json cannot be read"),
     ],
 )
@@ -609,7 +612,7 @@ def test_a_config_that_makes_no_end_is_given_up(plain, monkeypatch):
     monkeypatch.setattr(config_model, "TIME_LIMIT_S", 1.0)
     with_config(plain, num_labels=10**9)
     code, output = by_command("verify", plain)
-    assert code == 1 and "its model could not be made within 1 s" in output
+    assert code == 1 and "its model could not be built within 1 s" in output
 
 
 def test_a_config_cannot_name_code_of_somebody_else(plain):
@@ -716,27 +719,30 @@ READ_BY_OTHERS = {
     "a run that is no mapping": (written(RUN, "[]"), "training_run.json holds a list"),
     "a run nested deep": (written(RUN, deep(900)), "training_run.json holds a list"),
     "a run nested too deep": (written(RUN, NESTED), "training_run.json is damaged"),
-    "a run's field": (changed_json(RUN, arguments=7), "arguments is a int, where a mapping is due"),
+    "a run's field": (changed_json(RUN, arguments=7), "arguments is a int; expected: a mapping"),
     "a run with a mark in front": (written(RUN, "\ufeff{}"), "training_run.json is damaged"),
-    "a run that is a pipe": (in_the_place_of(RUN, os.mkfifo), "training_run.json is no plain file"),
+    "a run that is a pipe": (in_the_place_of(RUN, os.mkfifo), "training_run.json is not a regular file"),
     "a history nested deep": (
         changed_json(STATE, log_history=json.loads(deep(300))),
-        "log_history is no list of mappings",
+        "log_history is not a list of mappings",
     ),
     "a history's number": (
         changed_json(STATE, log_history=[{"loss": "x"}]),
-        "log_history has a loss that is no number",
+        "log_history has a loss that is not a number",
     ),
-    "a state's field": (changed_json(STATE, epoch=[1]), "epoch in trainer_state.json is [1], which no Trainer writes"),
+    "a state's field": (
+        changed_json(STATE, epoch=[1]),
+        "epoch in trainer_state.json is [1], which Trainer never writes",
+    ),
     "a state's field too many": (changed_json(STATE, Trainer=1), "has 'Trainer', which Trainer does not know"),
-    "a state that is a pipe": (in_the_place_of(STATE, os.mkfifo), "trainer_state.json is no plain file"),
+    "a state that is a pipe": (in_the_place_of(STATE, os.mkfifo), "trainer_state.json is not a regular file"),
     "a place in the data": (changed_json(POSITION, rows="x", epoch=0, global_rows=1), "data_position.json holds"),
     "a scheduler that is none": (written("scheduler.pt", b"x" * 100), "scheduler.pt is cut off or damaged"),
     "random states that are none": (
         lambda folder: torch.save([1], folder / "rng_state_0.pth"),
-        "rng_state_0.pth holds what no Trainer writes there",
+        "rng_state_0.pth has contents that Trainer never writes there",
     ),
-    "a pipe of any name": (lambda folder: os.mkfifo(folder / "notes"), "notes is no plain file"),
+    "a pipe of any name": (lambda folder: os.mkfifo(folder / "notes"), "notes is not a regular file"),
     "a quantization": (
         changed_json("config.json", quantization_config={"load_in_8bit": True}),
         "no weight is quantized",
@@ -773,14 +779,14 @@ def test_a_model_folder_whose_run_cannot_be_told_is_refused_before_anything_is_w
 def test_a_card_is_not_written_over_a_folder_or_into_a_pipe(name, checkpoint):
     for make in (os.mkfifo, os.mkdir):
         make(checkpoint / name)
-        with pytest.raises(CheckpointError, match=f"{name} is no plain file"):
+        with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
             make_card(checkpoint)
         (checkpoint / name).unlink() if make is os.mkfifo else (checkpoint / name).rmdir()
 
 
 def test_an_index_whose_entries_are_no_names_is_damaged(plain):
     (plain / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
-    assert_refused(plain, "its weight_map is no mapping from tensors to files")
+    assert_refused(plain, "its weight_map is not a mapping from tensors to files")
     (plain / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     assert_refused(plain, "which is not a file of")
 

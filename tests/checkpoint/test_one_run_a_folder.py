@@ -66,7 +66,7 @@ def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_whe
 ):
     monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
     owner = rf"process {holder.pid} on {os.uname().nodename}, since 20\S+\+00:00"
-    with pytest.raises(CheckpointError, match=rf"another run writes there now \({owner}\).*its own"):
+    with pytest.raises(CheckpointError, match=rf"another run is writing there \({owner}\).*its own"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
             pass
     holder.send_signal(signal.SIGKILL)
@@ -129,8 +129,8 @@ def test_a_process_keeps_the_folder_whatever_it_and_its_children_do_with_the_fil
     """`has_ofd`: whether the kernel has locks of open files; if not, flock is used."""
     arguments = {"folder": str(tmp_path), "reads": reads, "has_ofd": has_ofd}
     own, anothers = run_alone(reads_what_it_holds, time_limit_s=60, keyword_arguments=arguments)
-    assert "(another Trainer of this process)" in own
-    assert "another run writes there now (process " in anothers
+    assert "(another Trainer in this process)" in own
+    assert "another run is writing there (process " in anothers
 
 
 OUTLIVED = HOLD.replace("print(", "os.fork() and print(").replace("import sys", "import os, sys")
@@ -158,7 +158,7 @@ def test_a_trainer_that_trains_inside_its_own_train_has_the_folder_already(tmp_p
     with alone_in_output_dir(first, None):
         with alone_in_output_dir(first, None):
             pass
-        with pytest.raises(CheckpointError, match="another Trainer of this process"):
+        with pytest.raises(CheckpointError, match="another Trainer in this process"):
             with alone_in_output_dir(second, None):
                 pass
     with alone_in_output_dir(second, None):
@@ -188,7 +188,9 @@ def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
     victim.write_text("mine")
     run.mkdir()
     put(run / LOCK_NAME, victim)
-    with pytest.raises(CheckpointError, match=r"is a link or no plain file, and not hf_zero's\. Take it away"):
+    with pytest.raises(
+        CheckpointError, match=r"is a link or not a regular file, so hf_zero did not create it\. Remove it"
+    ):
         with held_alone(run, disk=Disk.shared(), exchange=alone):
             pass
     assert victim.read_text() == "mine" and os.path.lexists(run / LOCK_NAME)
@@ -218,7 +220,7 @@ def test_another_users_lock_is_named_as_theirs():
         os.chmod(folder, 0o1777)
         os.close(os.open(Path(folder, LOCK_NAME), os.O_CREAT, 0o600))
         said = run_alone(takes_as_another_user, time_limit_s=30, keyword_arguments={"folder": folder})
-    assert f"{LOCK_NAME} is user 0's, whose run writes there or has left it" in said
+    assert f"{LOCK_NAME} belongs to user 0: a run of that user writes there or left the file behind" in said
 
 
 class Waits(TrainerCallback):
@@ -267,7 +269,7 @@ def test_a_second_run_on_an_output_dir_is_refused_and_the_first_one_goes_on(tmp_
         (tmp_path / "go on").touch()
         first.join()
     assert len(set(refusals)) == 1
-    assert "another run writes there now (process " in refusals[0] and "an output_dir of its own" in refusals[0]
+    assert "another run is writing there (process " in refusals[0] and "its own output_dir" in refusals[0]
     found = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert found == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert all(checkpoint_faults(tmp_path / "run" / name, "zero") == [] for name in found)
@@ -279,9 +281,7 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_lock.fcntl, "fcntl", refuses)
     with (
-        pytest.warns(
-            UserWarning, match=r"on a file system without locks \(No locks available\).*an output_dir of its own"
-        ),
+        pytest.warns(UserWarning, match=r"on a file system without locks \(No locks available\).*its own output_dir"),
         held_alone(tmp_path, disk=Disk.shared(), exchange=alone),
     ):
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]

@@ -82,8 +82,8 @@ def refusal(tmp_path: Path, **case: object) -> str:
 
 def test_a_folder_of_checkpoints_is_refused_with_the_newest_that_is_inside(trained, tmp_path):
     said = refusal(tmp_path, resume=str(trained))
-    assert f"cannot resume from '{trained}': it is a folder of checkpoints; checkpoint-2 is inside" in said
-    assert f"so give '{trained}/checkpoint-2'" in said
+    assert f"cannot resume from '{trained}': it is a folder of checkpoints; " in said
+    assert f"pass the newest of them, '{trained}/checkpoint-2'" in said
 
 
 def test_a_checkpoint_comes_back_by_its_name_whose_replacement_was_killed_between_the_two_renames(trained, tmp_path):
@@ -142,7 +142,7 @@ def test_a_trainers_state_without_the_batch_size_that_it_calculates_with_is_a_fa
     assert state_faults(tmp_path) == []
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"train_batch_size": None}))
-    assert state_faults(tmp_path) == ["train_batch_size in trainer_state.json is None, which no Trainer writes"]
+    assert state_faults(tmp_path) == ["train_batch_size in trainer_state.json is None, which Trainer never writes"]
     del content["train_batch_size"]
     path.write_text(json.dumps(content))
     assert state_faults(tmp_path) == ["trainer_state.json lacks train_batch_size, which every Trainer writes"]
@@ -242,7 +242,7 @@ def test_auto_does_not_begin_again_beside_checkpoints_that_are_all_damaged(begun
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     said = run_on_ranks(refused, output_dir=str(tmp_path))
-    assert all("trainer_state.json is missing" in each and "mend or move them" in each for each in said)
+    assert all("trainer_state.json is missing" in each and "repair or move them" in each for each in said)
 
 
 def begins_again(rank: int, world_size: int, output_dir: str) -> list[str]:
@@ -268,7 +268,7 @@ def test_a_restart_that_begins_again_beside_checkpoints_says_what_to_set(begun):
 def test_a_step_keeps_its_rows_wherever_they_can_be_shared(rows, accumulation, ranks, then):
     wanted = rows * accumulation * ranks
     if then > wanted:
-        with pytest.raises(ValueError, match=f"a step of {wanted} rows cannot be dealt to {then} ranks"):
+        with pytest.raises(ValueError, match=f"a step of {wanted} rows cannot be distributed over {then} ranks"):
             same_global_batch(wanted, rows=rows, world_size=then)
         return
     batch = same_global_batch(wanted, rows=rows, world_size=then)
@@ -316,7 +316,7 @@ def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_
         for number in (0, 2):
             shutil.rmtree(Path(folder, f"checkpoints/checkpoint_{number}"))
     accelerator.wait_for_everyone()
-    with pytest.raises(ValueError, match=r"no state in .* is good: checkpoint_1: .*rank-00001.*mend or move"):
+    with pytest.raises(ValueError, match=r"no state in .* is good: checkpoint_1: .*rank-00001.*repair or move"):
         last_good_state(accelerator)
     assert seen == [None, "checkpoint_0", True, "checkpoint_2"]
 
@@ -409,10 +409,12 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
     assert [lines_with("resumed", said) for said in first] == [
         [],
         [
-            f"hf_zero: resumed from {ours}/checkpoint-2 at step 2, saved by 2 ranks at stage 2; going on with 2 ranks at stage 3."
+            f"hf_zero: resumed from {ours}/checkpoint-2 at step 2, saved by 2 ranks at stage 2; "
+            "continuing with 2 ranks at stage 3."
         ],
         [
-            f"hf_zero: resumed from {ours}/checkpoint-4 at step 4, saved by 2 ranks at stage 3; going on with 2 ranks at stage 1."
+            f"hf_zero: resumed from {ours}/checkpoint-4 at step 4, saved by 2 ranks at stage 3; "
+            "continuing with 2 ranks at stage 1."
         ],
     ]
     assert not any(lines_with("resumed", said) for said in other)
@@ -422,8 +424,8 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
         ("flag 3", ours, f"{ours}/checkpoint-2", more),
     ]
     [[_, of_plain, of_two]] = run_on_ranks(said_by, world_size=1, jobs=jobs)
-    assert "checkpoint-2 at step 2, saved by plain Trainer; going on with 1 rank at stage 0." in of_plain
-    assert "checkpoint-2 at step 2, saved by 2 ranks at stage 2; going on with 1 rank at stage 3." in of_two
+    assert "checkpoint-2 at step 2, saved by plain Trainer; continuing with 1 rank at stage 0." in of_plain
+    assert "checkpoint-2 at step 2, saved by 2 ranks at stage 2; continuing with 1 rank at stage 3." in of_two
 
 
 @pytest.mark.short_cells("stage=3,checkpoint.layout=sharded")
@@ -490,7 +492,8 @@ def test_a_loops_state_is_saved_and_loaded_with_bars_and_says_what_is_resumed(tm
     assert lines_with("hf_zero: reading optimizer state", first)
     [line] = lines_with("resumed", first)
     assert line.endswith(
-        f"hf_zero: resumed from {folder} after 3 optimizer steps, saved by 2 ranks at stage 2; going on with 2 ranks at stage 2."
+        f"hf_zero: resumed from {folder} after 3 optimizer steps, saved by 2 ranks at stage 2; "
+        "continuing with 2 ranks at stage 2."
     )
     assert "hf_zero:" not in other
 

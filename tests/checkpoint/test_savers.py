@@ -188,7 +188,7 @@ def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(rank,
     dist.barrier()
     if rank in come:
         started = time.monotonic()
-        with pytest.raises(CommunicationError, match=r"only some ranks came to save_pretrained\(\) of GPT2LMHeadModel"):
+        with pytest.raises(CommunicationError, match=r"only some ranks reached save_pretrained\(\) of GPT2LMHeadModel"):
             model.save_pretrained(f"{folder}/{rank}")
         waited = time.monotonic() - started
         assert TIMEOUT_S - 0.5 < waited < TIMEOUT_S + 60, f"waited {waited:.1f} s"
@@ -259,20 +259,20 @@ def forked(script: Path, *arguments: object, caches: Path) -> subprocess.Complet
         (
             forked,
             "state_dict",
-            r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended(.|\n)*"
+            r"only some ranks reached state_dict\(\) of Sequential; ranks \[1\] have ended(.|\n)*"
             r"call it on every rank, outside `if is_main_process`, or wrap the call in `with hf_zero\.gathered\(model\)`",
         ),
         slow(
             forked,
             "save_state",
-            r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended(.|\n)*"
+            r"only some ranks reached accelerator\.save_state; ranks \[1\] have ended(.|\n)*"
             r"call it on every rank, outside `if is_main_process`\. The time limit is",
         ),
-        slow(launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+        slow(launch, "state_dict", r"only some ranks reached state_dict\(\) of Sequential; ranks \[1\] have ended"),
         slow(
             launch,
             "forward",
-            r"rank 1 has come to the end of its script(.|\n)*all-gather parameters of bucket \d failed",
+            r"rank 1 has finished its script(.|\n)*all-gather parameters of bucket \d failed",
         ),
     ],
 )

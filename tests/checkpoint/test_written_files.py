@@ -205,6 +205,6 @@ def test_weights_are_written_through_no_link(tmp_path, victim):
 )
 def test_a_file_that_is_changed_in_place_is_a_plain_one_with_one_name(put, tmp_path, victim):
     put(victim, tmp_path / "f")
-    with pytest.raises(CheckpointError, match="is a link or no plain file"):
+    with pytest.raises(CheckpointError, match="is a link or not a regular file"):
         open_in_place(tmp_path / "f", os.O_RDWR | os.O_APPEND)
     assert victim.read_text() == "keep"

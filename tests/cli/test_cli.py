@@ -115,7 +115,7 @@ def test_a_state_of_accelerate_has_no_config_and_is_good(tmp_path):
     assert "2 ranks at stage 3" in hf_zero("inspect", tmp_path).stdout
     flipped(tmp_path / "model.safetensors")
     [line] = refusals("verify", tmp_path)
-    assert "model.safetensors has other contents" in line
+    assert "model.safetensors differs from the contents" in line
 
 
 ONE_SMALL_LAYER = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -263,16 +263,16 @@ HEAD, BIAS = "classifier.weight", "classifier.bias"
     [
         (
             lambda tensors: tensors.update({HEAD: torch.empty(0, 24)}),
-            [f"{HEAD} is empty", f"{HEAD} has shape (0, 24) and the config's model (3, 24)"],
+            [f"{HEAD} is empty", f"{HEAD} has shape (0, 24), but (3, 24) in the config's model"],
         ),
         (lambda tensors: tensors.pop(HEAD), [f"{HEAD} is missing"]),
         (
             lambda tensors: tensors.update({HEAD: torch.zeros(3, 23)}),
-            [f"{HEAD} has shape (3, 23) and the config's model (3, 24)"],
+            [f"{HEAD} has shape (3, 23), but (3, 24) in the config's model"],
         ),
         (
             lambda tensors: tensors.update({"module." + BIAS: tensors.pop(BIAS)}),
-            [f"module.{BIAS} is no tensor of the config's model", f"{BIAS} is missing"],
+            [f"module.{BIAS} is not a tensor of the config's model", f"{BIAS} is missing"],
         ),
     ],
     ids=["empty", "missing", "wrong shape", "unknown name"],
@@ -366,7 +366,7 @@ def test_verify_accepts_edits_of_files_without_tensors_only(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     # What is made of the weights is good, whatever the other files are.
     code, output = by_command("consolidate", checkpoint, checkpoint.with_name("out"))
-    assert code == 0 and "is not as it was written" in output
+    assert code == 0 and "was changed after it was written" in output
     document = json.loads(hf_zero("verify", checkpoint, "--accept", "--json").stdout)
     assert document["good"] and len(document["accepted"]) == 2 and document["faults"] == []
     manifest = Manifest.read(checkpoint / "zero")
@@ -393,7 +393,7 @@ def test_the_installed_script_has_a_status_and_says_good_and_bad_on_streams_of_t
     flipped(checkpoint / ROWS)
     done = run_forked(COMMAND, ["verify", checkpoint], environment=os.environ, processes=1)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith(f"{checkpoint}: {ROWS} has other contents") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{checkpoint}: {ROWS} differs from the contents") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -440,7 +440,7 @@ def test_the_card_of_a_consolidated_checkpoint_tells_what_the_checkpoints_own_do
 def test_a_command_that_was_taken_out_says_what_to_do():
     for words in (("card", "outputs/model"), ("card", "outputs/model", "--name", "mine", "--json")):
         [line] = refusals(*words)
-        assert line == f"hf_zero: `hf-zero card` was taken out. {CUT_NAMES['hf-zero card']}."
+        assert line == f"hf_zero: `hf-zero card` was removed from hf_zero. {CUT_NAMES['hf-zero card']}."
 
 
 def test_the_command_says_its_version():
@@ -458,7 +458,7 @@ def test_inspect_reads_plain_folders_and_refuses_others_in_one_line(sharded, tmp
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-12").mkdir()
     [line] = refusals("inspect", tmp_path)
-    assert line.endswith(f"; checkpoint-12 is inside, so give {tmp_path / 'checkpoint-12'}.")
+    assert line.endswith(f"; it holds checkpoints: pass the newest, {tmp_path / 'checkpoint-12'}.")
 
 
 # ---- consolidate ----
@@ -545,7 +545,7 @@ def test_files_are_closed_where_masters_cannot_be_read(trained, tmp_path, monkey
 
 def test_what_cannot_be_consolidated_is_refused_in_one_line(plain, tmp_path):
     [line] = refusals("consolidate", plain, plain)
-    assert "is not an empty folder; give one that is new or empty" in line
+    assert "is not an empty folder; pass a new or empty one" in line
     [line] = refusals("consolidate", plain, plain / "config.json")
     assert "is not an empty folder" in line
     [line] = refusals("consolidate", plain, plain / "config.json" / "out")
@@ -713,7 +713,7 @@ def test_a_file_in_place_of_a_folder_is_told_from_a_folder_that_is_not_there(com
     file, more = tmp_path / "model.safetensors", {"convert": ["out"], "consolidate": ["out"], "push": ["a-model"]}
     file.write_bytes(b"")
     last = refusals(command, file, *more.get(command, []))[-1]
-    assert f"{file} is a file; give the folder that it is in" in last and "no folder" not in last
+    assert f"{file} is a file; pass the folder that contains it" in last and "no folder" not in last
     last = refusals(command, tmp_path / "nowhere", *more.get(command, []))[-1]
     assert f"there is no folder {tmp_path / 'nowhere'}" in last and "token" not in last
 
@@ -793,12 +793,12 @@ def test_documents_of_the_other_commands_have_the_keys_of_the_page(plain, tmp_pa
 
 
 OUT_OF_RANGE = [
-    (("run", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0. It takes"),
-    (("run", "--zero", "2", "--cpu", "--num-processes", "-1"), "--num-processes is -1. It takes"),
+    (("run", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0; allowed: "),
+    (("run", "--zero", "2", "--cpu", "--num-processes", "-1"), "--num-processes is -1; allowed: "),
     (("run", "--zero", "2", "--cpu", "--sp", "0"), "--sp is 0; allowed: a number that divides the 2 ranks"),
     (("run", "--zero", "2", "--cpu", "--sp", "3"), "--sp is 3; allowed: a number that divides the 2 ranks"),
     (("parity", "--zero", "2", "--cpu", "--sp", "0"), "--sp is 0; allowed"),
-    (("parity", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0. It takes"),
+    (("parity", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0; allowed: "),
     *(
         ((command, "--port", port), "less than or equal to 65535")
         for command in ("run", "parity", "rendezvous")

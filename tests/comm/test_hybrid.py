@@ -169,7 +169,7 @@ def finds_its_place(rank: int, world_size: int) -> None:
 
 def test_groups_and_nodes():
     run_on_ranks(finds_its_place, world_size=4)
-    with pytest.raises(ConfigError, match=r"`comm.shard_group_size: 2` is of stages 1 to 3"):
+    with pytest.raises(ConfigError, match=r"`comm.shard_group_size: 2` needs stages 1 to 3"):
         ZeroConfig.of("stage=0,comm.shard_group_size=2")
     with pytest.raises(ConfigError, match=r"`comm.shard_group_size` is 1; allowed: auto, a whole number from 2"):
         ZeroConfig.of("comm.shard_group_size=1")
@@ -238,14 +238,14 @@ def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size,
 
 
 def test_secondary_shards_without_a_node_to_keep_them_in_are_refused():
-    with pytest.raises(ConfigError, match=r"`comm.secondary_shard: node` is for the backward's gathers of stage 3"):
+    with pytest.raises(ConfigError, match=r"`comm.secondary_shard: node` needs the gathers of stage 3 in backward"):
         ZeroConfig.of("stage=2,comm.secondary_shard=node")
     run_on_ranks(refuses_one_node)
 
 
 def refuses_one_node(rank: int, world_size: int) -> None:
     for size in (1, 2):
-        with pytest.raises(ConfigError, match=r"needs several nodes with equally many ranks, two or more"):
+        with pytest.raises(ConfigError, match=r"needs several nodes with the same number of ranks, two or more"):
             model = torch.nn.Linear(4, 4)
             comm = {"secondary_shard": "node", "node_size": size}
             ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 3, "comm": comm})

@@ -92,7 +92,7 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
     path = tmp_path / "zero.yaml"
     path.write_text(yaml.safe_dump(nested))
     for said in (nested, str(path), f"{name}={value}", f"stage=3,{name}={value}"):
-        with pytest.raises(ConfigError, match=rf"`{re.escape(taken_out)}` was taken out") as error:
+        with pytest.raises(ConfigError, match=rf"`{re.escape(taken_out)}` was removed from hf_zero") as error:
             ZeroConfig.of(said)
         assert CUT[taken_out] in str(error.value) and len(str(error.value).split()) <= 35
 
@@ -100,20 +100,20 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"stagge": 2}, "unknown key `stagge`; the nearest known one is `stage`"),
+        ({"stagge": 2}, "unknown key `stagge`; the most similar known key is `stage`"),
         (
             {"offload": {"optimzer": "cpu"}},
-            "unknown key `offload.optimzer`; the nearest known one is `offload.optimizer`",
+            "unknown key `offload.optimzer`; the most similar known key is `offload.optimizer`",
         ),
         ({"learning_rate": 1e-3}, "unknown key `learning_rate`; set it in the training arguments or in the script"),
-        ({"humidity": 1}, "unknown key `humidity`; nothing known is near it. Known: stage,"),
+        ({"humidity": 1}, "unknown key `humidity`; no known key is similar. Known: stage,"),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
         ({"stage": "2.0"}, "`stage` is '2.0'"),
         ({"check_replicas_every": "-1"}, "`check_replicas_every` is -1"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
         ({"kernels": "fused"}, "`kernels` is 'fused'; allowed: auto, always, never"),
-        ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
+        ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` needs stage 3"),
         ({"stage": 3, "unit_modules": "GPT2 Block"}, "auto, a class name such as GPT2Block"),
         (
             {"stage": 3, "reshard_after_forward": "never"},
@@ -121,23 +121,23 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ),
         ({"offload": {"optimizer": "disk"}}, "`offload.optimizer` is 'disk'; allowed: none, cpu, nvme"),
         ({"offload": {"optimizer": "nvme"}}, "`offload.optimizer: nvme` needs `offload.nvme_path`"),
-        ({"offload": {"optimizer": "cpu", "nvme_path": "/x"}}, "`offload.nvme_path` is of `offload.optimizer: nvme`"),
+        ({"offload": {"optimizer": "cpu", "nvme_path": "/x"}}, "`offload.nvme_path` needs `offload.optimizer: nvme`"),
         ({"offload": {"optimizer": "nvme", "nvme_path": 3}}, "`offload.nvme_path` is 3; allowed: the path of a folder"),
         ({"offload": {"params": "disk"}}, "`offload.params` is 'disk'; allowed: none, cpu, nvme"),
-        ({"offload": {"params": "cpu"}}, "`offload.params: cpu` is of stage 3"),
+        ({"offload": {"params": "cpu"}}, "`offload.params: cpu` needs stage 3"),
         ({"stage": 3, "offload": {"params": "nvme"}}, "`offload.params: nvme` needs `offload.nvme_path`"),
         ({"offload": {"activations": "nvme"}}, "`offload.activations: nvme` is not built yet in this version; use cpu"),
-        ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the part of the state that moves, and nothing moves"),
+        ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the offloaded fraction of the state, but"),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),
         ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: auto, a number of seconds from 0.001"),
         ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
         ({"stage": 3, "gather_dtype": "float16"}, "`gather_dtype` is 'float16'; allowed: auto, float32, bfloat16"),
-        ({"gather_dtype": "bfloat16"}, "`gather_dtype` is of stage 3"),
+        ({"gather_dtype": "bfloat16"}, "`gather_dtype` needs stage 3"),
         (
             {"stage": 3, "gather_dtype": "bfloat16", "param_dtype": "float16"},
-            "`gather_dtype: bfloat16` is for float32 parameters, and `param_dtype: float16` leaves none",
+            "`gather_dtype: bfloat16` needs float32 parameters, but `param_dtype: float16` leaves none",
         ),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
@@ -171,10 +171,10 @@ def test_missing_and_broken_files(tmp_path):
         ("stage=2,local", "settings as name=value, separated by commas"),
         ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),
         ("5", "`stage` is 5"),
-        ("two", "a .yaml path. For stage 2 say 2."),
-        ("zero3", "For stage 3 say 3."),
+        ("two", "a .yaml path. For stage 2, write 2."),
+        ("zero3", "For stage 3, write 3."),
         ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3, auto)"),
-        ("stage=2,stage=3", "`stage` is given twice, as 2 and as '3'. Give it once."),
+        ("stage=2,stage=3", "`stage` is set twice, to 2 and to '3'. Set it once."),
         ("stage=2020-13-45", "`stage` is '2020-13-45'; allowed: 0, 1, 2, 3"),
         ("stage=[2", "`stage=[2` is not valid YAML, line 1: expected ',' or ']'"),
         ("bucket_bytes=0.5b", "`bucket_bytes` is '0.5b'; allowed: a number of bytes above 0"),
@@ -247,7 +247,7 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text("stage: 2\ncomm: {timeout_s: 60}\nstage: 3")
-    with pytest.raises(ConfigError, match=r"twice.yaml is not valid YAML, line 3: the key 'stage' stands there twice"):
+    with pytest.raises(ConfigError, match=r"twice.yaml is not valid YAML, line 3: the key 'stage' appears twice"):
         ZeroConfig.of(tmp_path / "twice.yaml")
 
 
@@ -273,7 +273,7 @@ def test_deepspeeds_config_is_answered_in_our_words(tmp_path):
         ZeroConfig.of(str(tmp_path / "ds_config.json"))
     assert "ds_config.json is a config of DeepSpeed" in str(error.value)
     assert "`stage=3,offload.optimizer=cpu,comm.weights=int8`" in str(error.value)
-    assert "say the rest: bf16 (and no --deepspeed)" in str(error.value)
+    assert "or the script: bf16 (without --deepspeed)" in str(error.value)
     assert ZeroConfig.of("stage=3,offload.optimizer=cpu,comm.weights=int8").offload.optimizer == "cpu"
     with pytest.raises(ConfigError, match="it is DeepSpeed's; here it is `bucket_bytes`"):
         ZeroConfig.of({"stage": 2, "reduce_bucket_size": 5e8})
@@ -319,16 +319,16 @@ def test_one_owner_of_the_cast():
     assert check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "no") == "the engine, parameters to bfloat16"
     assert check_cast_owner(ZeroConfig(), "no").startswith("nobody")
     both = check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "bf16")
-    assert both == "the engine, parameters to bfloat16; autocast to bf16 (accelerate) for what is not"
+    assert both == "the engine, parameters to bfloat16; autocast to bf16 (accelerate) for other tensors"
     assert check_cast_owner(ZeroConfig(param_dtype="float32"), "bf16") == "autocast to bf16 (accelerate)"
-    with pytest.raises(ConfigError, match=r"autocasts to bfloat16 and the config says `param_dtype: float16`.*or both"):
+    with pytest.raises(ConfigError, match=r"autocasts to bfloat16, and the config has `param_dtype: float16`.*or both"):
         check_cast_owner(ZeroConfig(param_dtype="float16"), "bf16")
     assert "accelerate" in check_cast_owner(ZeroConfig(), "fp16")
     assert check_cast_owner(ZeroConfig(param_dtype="float16"), "no") == "the engine, parameters to float16"
     for dtype in ("bfloat16", "float16"):
         with pytest.raises(ConfigError, match=r"mixed_precision='fp16' autocasts.*`param_dtype: float16` without"):
             check_cast_owner(ZeroConfig(param_dtype=dtype), "fp16")
-    with pytest.raises(ConfigError, match="autocasts to float16 and the config says `gather_dtype: bfloat16`"):
+    with pytest.raises(ConfigError, match="autocasts to float16, and the config has `gather_dtype: bfloat16`"):
         check_cast_owner(ZeroConfig(stage=3, gather_dtype="bfloat16"), "fp16")
     assert check_cast_owner(ZeroConfig(), "fp8") == "linear layers to fp8 (torchao), autocast to bf16 (accelerate)"
 

@@ -177,7 +177,7 @@ def named_by_all(rank: int, world_size: int, policy: str) -> str:
 def test_the_end_of_a_run_names_the_first_parameter_and_the_step(policy):
     first, second = run_ranks(named_by_all, world_size=2, time_limit_s=60, keyword_arguments={"policy": policy})
     assert first == second
-    assert "First parameters in backward: transformer.wpe.weight" in first and "in transformer.wpe" in first
+    assert "First bad gradients in backward: transformer.wpe.weight" in first and "in transformer.wpe" in first
     assert (
         "step 2 since" if policy == "stop" else "step 12 since"
     ) in first and "losses that the model returned in it are finite" in first

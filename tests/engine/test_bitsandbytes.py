@@ -127,7 +127,5 @@ def test_the_full_state_of_a_parameter_that_one_rank_has_keeps_its_8_bits(rank, 
 
 
 def test_state_of_which_only_large_parameters_have_8_bits_has_no_file(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"AdamW8bit keeps other state for large parameters.*`offload\.optimizer: cpu`"
-    ):
+    with pytest.raises(ValueError, match=r"AdamW8bit keeps different state for large.*`offload\.optimizer: cpu`"):
         built("adamw 8-bit", None, {"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}})

@@ -181,9 +181,9 @@ def test_what_is_larger_than_a_chunk_is_the_same(monkeypatch):
 
 def test_tensors_that_do_not_fit_are_refused():
     codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
-    with pytest.raises(ValueError, match="codes has 300 elements, and 299 are needed"):
+    with pytest.raises(ValueError, match="codes has 300 elements, but must have 299"):
         quantize_dynamic(torch.zeros(299), codes, scales, SIGNED)
-    with pytest.raises(ValueError, match="scales has 2 elements, and 3 are needed"):
+    with pytest.raises(ValueError, match="scales has 2 elements, but must have 3"):
         dequantize_dynamic(torch.empty(600, dtype=torch.uint8), scales, torch.empty(600), SIGNED)
     with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
         quantize_dynamic(torch.zeros(300, dtype=torch.bfloat16), codes, scales, SIGNED)

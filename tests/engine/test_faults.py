@@ -111,7 +111,7 @@ def test_the_survivors_of_more_faults_do_too(fault, more_runs):
 def test_a_stopped_rank_is_named_as_stopped_by_all_others_and_told_once(short_runs):
     first, _, third = (outcome["said"] for outcome in short_runs["stopped"])
     assert "its process is stopped (SIGSTOP, or a debugger)" in first
-    assert "hf_zero: rank 2 ends too: " in third and "Traceback" not in third
+    assert "hf_zero: rank 2 exits too: " in third and "Traceback" not in third
 
 
 @pytest.mark.timeout(300)
@@ -123,19 +123,19 @@ def test_the_reason_of_a_rank_that_failed_is_told_by_the_others(short_runs):
 @pytest.mark.timeout(300)
 def test_a_rank_that_leaves_early_is_told_that_ranks_have_different_numbers_of_steps(more_runs):
     said = more_runs["sys.exit"][0]["said"]
-    assert "rank 1" in said and "has come to the end of its script" in said
+    assert "rank 1" in said and "has finished its script" in said
     assert "the ranks have different numbers of batches" in said and "even_batches=True" in said
 
 
 @pytest.mark.timeout(300)
 def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
     first, second = (outcome["said"] for outcome in short_runs["lone full_grad"])
-    assert "only some ranks came to full_grad" in second and "engine_of(model).full_grad" in second
+    assert "only some ranks reached full_grad" in second and "engine_of(model).full_grad" in second
     # Both give up after as long: the second to do so may say that the other has ended, with its words.
     assert "full_grad" in first
     first, second = (outcome["said"] for outcome in short_runs["lone read of p.grad"])
     assert (
-        "only some ranks came to reads of p.grad" in second and ".grad.norm()" in second and "reads of p.grad" in first
+        "only some ranks reached reads of p.grad" in second and ".grad.norm()" in second and "reads of p.grad" in first
     )
 
 
@@ -152,7 +152,7 @@ def test_a_lone_barrier_of_the_script_is_named_with_its_line(more_runs):
 @pytest.mark.timeout(300)
 def test_what_the_launcher_shows_is_the_paragraph_or_the_traceback_of_the_script(short_runs):
     told = short_runs["stopped"][0]["told"]
-    assert told.startswith("hf_zero: ") and "failed for want of rank 1" in told and "Traceback" not in told
+    assert told.startswith("hf_zero: ") and "failed while waiting for rank 1" in told and "Traceback" not in told
     told = short_runs["exception"][1]["told"]
     assert told.startswith("Traceback") and "LookupError: a bad batch" in told
 
@@ -163,8 +163,8 @@ def check_left(ranks: list[dict]) -> None:
     for rank, outcome in enumerate(others, start=1):
         said = outcome["said"]
         assert outcome["code"] == 1 and outcome["seconds"] < SECONDS * slack(), said[-3000:]
-        assert "rank 0 (" in said and "has come to the end of its script" in said, said[-3000:]
-        assert f"Rank 0 came to its end while rank {rank} goes on" in said and "its own error" not in said
+        assert "rank 0 (" in said and "has finished its script" in said, said[-3000:]
+        assert f"Rank 0 finished its script while rank {rank} is still running" in said and "its own error" not in said
         # What torch says of a store that has gone.
         assert "recvValue" not in said and "frame #" not in said, said
 
@@ -207,7 +207,7 @@ def test_the_launcher_shows_the_paragraph_as_the_root_cause(tmp_path):
     script.write_text(SLEEPY)
     said = launch(script, caches=tmp_path).stderr
     cause = said[said.index("Root Cause") :]
-    assert "hf_zero: " in cause and "failed for want of rank 1" in cause
+    assert "hf_zero: " in cause and "failed while waiting for rank 1" in cause
     assert "sleepy.py:12: time.sleep(100)" in cause
     assert said.count("is in no collective") == 2, "once by the main rank, and once by the launcher"
 

@@ -165,7 +165,8 @@ def test_ranks_that_read_other_files_are_told_at_the_start(folder, tmp_path):
     other.resize_token_embeddings(100, mean_resizing=False)
     other.save_pretrained(tmp_path)
     with pytest.raises(
-        RankFailedError, match=r"the ranks do not train the same thing. files of the weights: model.saf"
+        RankFailedError,
+        match=r"the ranks do not train the same model with the same settings. files of the weights: model.saf",
     ):
         run_on_ranks(other_files, folders=[folder, str(tmp_path)])
 

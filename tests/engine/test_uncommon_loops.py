@@ -178,7 +178,7 @@ def test_a_step_in_the_middle_of_a_backward_is_refused(rank, world_size):
         ZeroEngine(model, [optimizer], {"stage": stage})
         last = next(iter(model.parameters()))
         last.register_post_accumulate_grad_hook(lambda _, stepped=optimizer: stepped.step())
-        with pytest.raises(RuntimeError, match=r"inside a backward.*behind loss\.backward\(\)"):
+        with pytest.raises(RuntimeError, match=r"inside a backward.*after loss\.backward\(\)"):
             model(batches(rank, 1)[0]).sum().backward()
 
 
@@ -384,7 +384,9 @@ def test_a_hook_before_the_step_that_is_registered_late_sees_the_gradients_of_a_
         seen.extend(row.grad is not None for group in stepped.param_groups for row in group["params"])
 
     optimizer.register_step_pre_hook(note)
-    with pytest.raises(ValueError, match=r"after it was prepared.*Register the hook before accelerator\.prepare"):
+    with pytest.raises(
+        ValueError, match=r"after accelerator\.prepare, and its.*Register the hook before accelerator\.prepare"
+    ):
         optimizer.step(closure)
     with torch.no_grad():
         model(batches(rank, 1)[0])
@@ -506,7 +508,7 @@ def test_a_second_engine_for_a_model_is_refused_until_the_first_is_closed():
 def test_a_module_of_torch_jit_is_refused_by_name():
     model = chain()
     model[1] = torch.jit.script(model[1])
-    with pytest.raises(ValueError, match=r"'1' is a module of torch\.jit.*plain"):
+    with pytest.raises(ValueError, match=r"'1' is a torch\.jit module.*plain"):
         ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
 
 
@@ -616,7 +618,7 @@ NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
     ("world_size", "edit", "settings", "message"),
     [
         (2, clamp_data, STAGE_3, r"'0\.weight' through `\.data`.*under `torch\.no_grad\(\)`"),
-        (2, exchange_data, STAGE_3, r"'0\.weight' other memory.*`p\.copy_\(\.\.\.\)`"),
+        (2, exchange_data, STAGE_3, r"new memory to '0\.weight'.*`p\.copy_\(\.\.\.\)`"),
         (2, clamp, STAGE_3 | {"gather_dtype": "bfloat16"}, r"'0\.weight'.*rounded \(`gather_dtype`"),
         pytest.param(
             2,

@@ -185,10 +185,14 @@ def test_tensors_without_flat_memory_are_refused_on_all_ranks(rank, world_size):
         (with_parameter(torch.eye(4).to_sparse()), ValueError, "the parameter 'odd' is of layout torch.sparse_coo"),
         (with_parameter(torch.eye(4).to_sparse(), trained=False), ValueError, "'odd' is of layout torch.sparse_coo"),
         (with_parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), ValueError, "'odd' is nested"),
-        (nn.Sequential(nn.Linear(WIDTH, 2), nn.LazyLinear(2)), ValueError, "'1.weight' of a lazy module has no shape"),
+        (nn.Sequential(nn.Linear(WIDTH, 2), nn.LazyLinear(2)), ValueError, "'1.weight' belongs to a lazy module"),
         (WithBuffer(torch.eye(4).to_sparse()), ValueError, "the buffer 'held' is a Tensor of layout torch.sparse_coo"),
         (WithBuffer(replicated(torch.ones(2))), ValueError, "the buffer 'held' is a DTensor"),
-        (net(lambda values: nn.Parameter(replicated(values))), ConfigError, "'0.weight' is a DTensor that is the same"),
+        (
+            net(lambda values: nn.Parameter(replicated(values))),
+            ConfigError,
+            "'0.weight' is a DTensor with equal values",
+        ),
     ]
     for model, kind, message in cases:
         for settings in STAGES:
@@ -203,7 +207,7 @@ def test_tensors_in_an_optimizer_that_are_no_parameters_are_refused_on_all_ranks
     for settings in STAGES:
         model = WithBuffer(torch.ones(2, requires_grad=True))
         optimizer = torch.optim.SGD([*model.parameters(), model.held], lr=0.1)
-        with pytest.raises(ValueError, match=r"SGD holds a Tensor of shape \(2,\) that is no nn\.Parameter"):
+        with pytest.raises(ValueError, match=r"SGD holds a Tensor of shape \(2,\) that is not an nn\.Parameter"):
             ZeroEngine(model, [optimizer], settings)
 
 
@@ -216,6 +220,6 @@ def test_gradients_that_wrap_other_tensors_are_refused_on_all_ranks(rank, world_
         model = net(lambda values: nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         engine = ZeroEngine(model, [optimizer], settings)
-        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is a TwoTensor, a wrapper of other tensors"):
+        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is a TwoTensor, which wraps other tensors"):
             model(torch.ones(4, WIDTH)).square().mean().backward()
         engine.close()

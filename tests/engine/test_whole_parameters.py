@@ -351,7 +351,7 @@ def test_a_file_of_plain_trainer_goes_on_with_its_factors(tmp_path):
     ("wrote", "reads", "says"),
     [
         (torch.optim.SGD, torch.optim.AdamW, "does not have the setting 'betas', which this run's AdamW has"),
-        (torch.optim.SGD, torch.optim.Adagrad, "has the setting 'momentum', which this run's Adagrad has not"),
+        (torch.optim.SGD, torch.optim.Adagrad, "has the setting 'momentum', which this run's Adagrad does not have"),
         (torch.optim.Adagrad, torch.optim.Adam, "does not have the setting 'betas', which this run's Adam has"),
         (torch.optim.Adam, torch.optim.NAdam, "does not have the setting 'momentum_decay', which this run's NAdam has"),
     ],
@@ -360,7 +360,7 @@ def test_a_file_of_plain_trainer_with_another_kind_of_optimizer_is_refused(wrote
     model = nn.Linear(2, 2)
     torch.save(wrote(model.parameters(), lr=0.1).state_dict(), tmp_path / "optimizer.pt")
     engine = ZeroEngine(model, [reads(model.parameters())], 2)
-    with pytest.raises(CheckpointError, match=rf"optimizer\.pt is of an optimizer that {says}\. Resume with"):
+    with pytest.raises(CheckpointError, match=rf"optimizer\.pt was saved with an optimizer that {says}\. Resume with"):
         load_state(engine, tmp_path / "optimizer.pt", open_plain)
 
 
@@ -429,7 +429,7 @@ def test_what_no_layout_suits_is_refused_by_name():
     parameters = [nn.Parameter(torch.ones(3, 2))]
     with pytest.raises(ValueError, match=r"LBFGS calls backward in the middle of its step.*Use AdamW"):
         refuse_wrapper(torch.optim.LBFGS(parameters))
-    with pytest.raises(ValueError, match=r"Prodigious updates a parameter by what other parameters are.*`stage: 0`"):
+    with pytest.raises(ValueError, match=r"Prodigious needs other parameters to update a parameter.*`stage: 0`"):
         intact(Prodigious(parameters), ZeroConfig(), shards=2)
     assert intact(Prodigious(parameters), ZeroConfig(), shards=1)
     with pytest.raises(ValueError, match=r"without `offload\.optimizer: nvme`, `rounding: stochastic`"):
@@ -594,7 +594,7 @@ def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(rank
     assert said
     for name, message in said.items():
         assert name in message
-        assert "written to since the last optimizer.step()" in message
+        assert "were edited after the last optimizer.step()" in message
         assert "engine_of(model).synchronize()" in message
 
 

@@ -149,7 +149,7 @@ def test_a_model_folder_goes_as_it_is_without_what_belongs_to_a_run(plain, serve
         (plain / name).parent.mkdir(exist_ok=True)
         (plain / name).write_text(TOKEN)
     # A manifest is a claim to be a checkpoint, which this one's is not.
-    assert refusals("push", plain, REPO)[0].startswith(f"hf_zero: {plain} is not good, and nothing was pushed: ")
+    assert refusals("push", plain, REPO)[0].startswith(f"hf_zero: {plain} has faults, so nothing was pushed: ")
     shutil.rmtree(plain / "zero")
     assert hf_zero("push", plain, REPO).exit_code == 0
     assert server.files(REPO) == sent
@@ -306,8 +306,8 @@ def test_a_push_after_a_failed_one_sends_no_finished_file_again(plain, server):
 
     server.take_fault = all_but_the_first
     line = refusals("push", plain, REPO)[-1]
-    assert line.startswith(f"hf_zero: this push has committed nothing to {REPO}: Error while uploading 'model-")
-    assert "a fault of the test" in line and "files that arrived do not travel again" in line
+    assert line.startswith(f"hf_zero: this push committed nothing to {REPO}: Error while uploading 'model-")
+    assert "a fault of the test" in line and "files that have arrived are not sent again" in line
     arrived = list(server.put)
     assert len(arrived) == 1 < len(weights)
     assert len(server.repos[REPO].messages) == 1
@@ -326,29 +326,29 @@ def test_a_second_push_of_the_same_sends_and_commits_nothing(plain, server):
 
 @pytest.mark.short_cells(
     "model-00003-<lambda>-model-00003-of-00004.safetensors is missing",
-    "config.json-flip-config.json has another git-sha1 there",
+    "config.json-flip-config.json has a different git-sha1 there",
 )
 @pytest.mark.parametrize(
     ("file", "how", "said"),
     [
-        (r"model-00001", flip, "model-00001-of-00004.safetensors has another sha256 there"),
-        (r"model-00002", lambda content: content[:-4], "has another sha256 there"),
+        (r"model-00001", flip, "model-00001-of-00004.safetensors has a different sha256 there"),
+        (r"model-00002", lambda content: content[:-4], "has a different sha256 there"),
         (r"model-00003", lambda content: None, "model-00003-of-00004.safetensors is missing"),
-        (r"config.json", flip, "config.json has another git-sha1 there"),
+        (r"config.json", flip, "config.json has a different git-sha1 there"),
         (r"README.md", lambda content: content + b"x", "README.md has"),
     ],
 )
 def test_what_arrived_otherwise_is_an_error_that_names_the_file(file, how, said, plain, server):
     server.corrupt(file, how)
     line = refusals("push", plain, REPO)[-1]
-    assert re.match(rf"hf_zero: {REPO} at [0-9a-f]{{10}} is not what was pushed: ", line)
+    assert re.match(rf"hf_zero: {REPO} at [0-9a-f]{{10}} differs from the pushed files: ", line)
     assert said in line
 
 
 def test_a_comparison_that_cannot_be_made_is_said_to_be_missing(plain, server):
     server.fail(r"GET .*/tree/[0-9a-f]{40}", status=403, times=99)
     line = refusals("push", plain, REPO)[-1]
-    assert "the files are committed" in line and "could not be compared" in line
+    assert "the files were committed" in line and "could not be compared" in line
 
 
 # ---- what is refused ----
@@ -357,8 +357,8 @@ def test_a_comparison_that_cannot_be_made_is_said_to_be_missing(plain, server):
 @pytest.mark.parametrize(
     ("repo_id", "said"),
     [
-        ("a/b/c", "'a/b/c' is no repository's name"),
-        ("me/has space", "'me/has space' is no repository's name"),
+        ("a/b/c", "'a/b/c' is not a valid repository name"),
+        ("me/has space", "'me/has space' is not a valid repository name"),
         ("somebody/model", '403: You don\'t have the rights to create a model under the namespace "somebody"'),
     ],
 )
@@ -379,7 +379,7 @@ def test_a_missing_and_a_wrong_token_are_refused_in_one_line(plain, server, monk
     monkeypatch.setenv("HF_TOKEN", "hf_AnotherFakeTokenThatNobodyAccepts")
     [line] = refusals("push", plain, REPO)
     assert line == (
-        f"hf_zero: this push has committed nothing to {REPO}: the Hub does not accept the token; say `hf auth login` "
+        f"hf_zero: this push committed nothing to {REPO}: the Hub does not accept the token; run `hf auth login` "
         "again, or set HF_TOKEN."
     )
     monkeypatch.delenv("HF_TOKEN")
@@ -387,7 +387,7 @@ def test_a_missing_and_a_wrong_token_are_refused_in_one_line(plain, server, monk
     before = list(server.requests)
     [line] = refusals("push", plain, REPO)
     assert line == (
-        f"hf_zero: no token to write to {REPO} with. Run `hf auth login`, or set HF_TOKEN to a token that may write."
+        f"hf_zero: there is no token for writing to {REPO}. Run `hf auth login`, or set HF_TOKEN to a token with write access."
     )
     assert server.requests == before
 
@@ -408,11 +408,11 @@ def test_what_is_no_good_model_is_refused_before_anything_is_sent(trained, plain
     assert "config.json" in line and "a file" in line
     for folder, said in (
         (tmp_path / "empty", "holds no model.safetensors"),
-        (damaged, "rank-00001-of-00002.safetensors has other contents"),
+        (damaged, "rank-00001-of-00002.safetensors differs from the contents"),
         (short, "is missing"),
     ):
         [line] = refusals("push", folder, REPO)
-        assert line.startswith(f"hf_zero: {folder} is not good, and nothing was pushed: ") and said in line
+        assert line.startswith(f"hf_zero: {folder} has faults, so nothing was pushed: ") and said in line
     edited = Path(shutil.copytree(trained(3)[0], tmp_path / "edited"))
     with (edited / "config.json").open("a") as opened:
         opened.write("\n")
@@ -424,7 +424,7 @@ def test_what_is_no_good_model_is_refused_before_anything_is_sent(trained, plain
 def test_an_offline_client_says_so(plain, server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     [line] = refusals("push", plain, REPO)
-    assert line == (f"hf_zero: this push has committed nothing to {REPO}: HF_HUB_OFFLINE is set; unset it to push.")
+    assert line == (f"hf_zero: this push committed nothing to {REPO}: HF_HUB_OFFLINE is set; unset it to push.")
 
 
 PUSHES = """
@@ -802,7 +802,7 @@ def begins(rank: int, world_size: int, url: str, output_dir: str, **overrides: o
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"hub_model_id": "a/b/c", "hub_token": TOKEN}, "'a/b/c' is no repository's name"),
+        ({"hub_model_id": "a/b/c", "hub_token": TOKEN}, "'a/b/c' is not a valid repository name"),
         ({"hub_model_id": "somebody/model", "hub_token": TOKEN}, "403: You don't have the rights"),
         ({"hub_model_id": REPO, "hub_token": "hf_AnotherFakeTokenThatNobodyAccepts"}, "does not accept the token"),
     ],
@@ -819,7 +819,7 @@ def test_a_push_that_cannot_be_made_ready_is_told_and_training_goes_on(server, t
     outcomes = push_from_ranks(
         2, url=server.url, door="flag 3", output_dir=str(tmp_path / "model"), full_disk=True, hub_strategy="checkpoint"
     )
-    told = [line for line in outcomes[0]["said"] if "could not be made ready for the Hub ([Errno 28] full)" in line]
+    told = [line for line in outcomes[0]["said"] if "could not be prepared for the Hub ([Errno 28] full)" in line]
     assert len(told) == 2
     assert (tmp_path / "model" / "checkpoint-4").is_dir() and server.put == []
     assert not list((tmp_path / "model").glob(".tmp-*"))
@@ -830,9 +830,13 @@ def test_a_push_that_arrives_otherwise_is_told_and_training_goes_on(server, tmp_
     [outcome] = push_from_ranks(
         1, url=server.url, door="flag 2", output_dir=str(tmp_path / "model"), final_push=True, hub_always_push=True
     )
-    told = [line for line in outcome["said"] if "is not what was pushed: model.safetensors has another sha256" in line]
+    told = [
+        line
+        for line in outcome["said"]
+        if "differs from the pushed files: model.safetensors has a different sha256" in line
+    ]
     assert len(told) == 2 and all("Training is not affected." in line for line in told)
-    assert "is not what was pushed: model.safetensors has another sha256" in outcome["error"]
+    assert "differs from the pushed files: model.safetensors has a different sha256" in outcome["error"]
     assert (tmp_path / "model" / "checkpoint-4").is_dir()
 
 
@@ -845,7 +849,7 @@ def test_a_folder_that_changes_while_it_is_pushed_is_found_out(plain, server, mo
         return whole(line)
 
     monkeypatch.setattr(server, "take_fault", changes)
-    with pytest.raises(HubError, match=r"config\.json has another git-sha1 there"):
+    with pytest.raises(HubError, match=r"config\.json has a different git-sha1 there"):
         push_folder(plain, Destination(repo_id=REPO), api=api_of(server), message="changes")
 
 

@@ -95,7 +95,7 @@ def test_ddp_of_two_ranks_keeps_its_gradient_buckets(two_ranks, capsys):
     rows = plan_rows(engine, capsys)
     assert rows["gradient buckets"][1] == rows["gradients"][1] == rows["parameters"][1] == in_units(trained)
     assert rows["optimizer state (AdamW)"][1] == in_units(2 * trained)
-    assert rows["all that lasts"][1] == in_units(ddp_state(engine).total)
+    assert rows["persistent total"][1] == in_units(ddp_state(engine).total)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -132,8 +132,8 @@ def test_state_is_told_beforehand_of_any_optimizer_that_can_be_tried(two_ranks, 
 def test_state_that_a_trial_does_not_tell_leaves_the_totals_open(two_ranks, capsys):
     model = torch.nn.Linear(64, 64)
     rows = plan_rows(ZeroEngine(model, [torch.optim.Adafactor(model.parameters())], 2), capsys)
-    assert rows["optimizer state (Adafactor)"] == ("told after the first step",) * 2
-    assert all(said.startswith("at least ") for said in rows["all that lasts"])
+    assert rows["optimizer state (Adafactor)"] == ("known after the first step",) * 2
+    assert all(said.startswith("at least ") for said in rows["persistent total"])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_plan_tells_of_gathers_that_wait_behind_gradients(stage, order, is_t
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in said
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     said, _ = plan_rows(engine, capsys)["transport"]
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels" in said
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 makes collectives wait for kernels" in said
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

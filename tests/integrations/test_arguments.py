@@ -116,7 +116,7 @@ def test_other_classes_are_refused():
 
 
 def test_a_wrong_value_names_the_flag(tmp_path):
-    with pytest.raises(ConfigError, match=r"`--zero` is 'two'; allowed: a stage .* For stage 2 say 2"):
+    with pytest.raises(ConfigError, match=r"`--zero` is 'two'; allowed: a stage .* For stage 2, write 2"):
         parsed(ZeroTrainingArguments, tmp_path, "--zero", "two")
 
 
@@ -208,7 +208,7 @@ def test_a_mistaken_setting_of_a_run_is_told_to_the_launcher(tmp_path, monkeypat
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
     monkeypatch.setattr(sys, "argv", ["hf_zero.run", "--zero", "stge=2", __file__])
-    with pytest.raises(SystemExit, match="unknown key `stge`; the nearest known one is `stage`"):
+    with pytest.raises(SystemExit, match="unknown key `stge`; the most similar known key is `stage`"):
         run_main()
     assert "`stge`" in json.loads(told.read_text())["message"]["extraInfo"]["py_callstack"]
 
@@ -244,7 +244,7 @@ def test_the_callback_takes_settings_by_name_as_the_plugin_does():
     assert (
         ZeroCallback(stage=1, comm={"late_s": 5.0})._plugin.config == ZeroPlugin(stage=1, comm={"late_s": 5.0}).config
     )
-    with pytest.raises(ConfigError, match="give one of the two"):
+    with pytest.raises(ConfigError, match="pass only one of the two"):
         ZeroCallback(2, stage=1)
 
 

@@ -66,6 +66,6 @@ def test_other_backends_of_fp8_are_refused_by_name(monkeypatch):
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(mixed_precision="fp8", parallelism_config=ZeroPlugin(stage=2), cpu=True)
     monkeypatch.setattr(type(accelerator), "fp8_backend", FP8BackendType.TE)
-    with pytest.raises(ConfigError, match="'fp8' by the backend TE is not built yet"):
+    with pytest.raises(ConfigError, match="'fp8' with the backend TE is not built yet"):
         accelerator.prepare_model(torch.nn.Linear(16, 16))
     AcceleratorState._reset_state(True)

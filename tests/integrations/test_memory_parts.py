@@ -1,4 +1,4 @@
-"""Parts of other packages that need less memory beside the state: losses in chunks, and kept logits.
+"""Parts of other packages that need less memory in addition to the state: losses in chunks, and kept logits.
 
 They read a head's weight outside of the head's forward, and again in backward. Losses are those of DDP with the same part.
 """

@@ -164,7 +164,7 @@ def test_an_engine_that_was_built_before_the_launch_does_not_train_alone_on_each
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["flag 2", "callback 2"])
 def test_a_trainer_that_was_built_before_the_launch_is_refused(door, tmp_path):
-    with pytest.raises(RankFailedError, match="has 2 ranks, and this Accelerator, which was there before, counts 1"):
+    with pytest.raises(RankFailedError, match="has 2 ranks, but this Accelerator was built before it and counts 1"):
         alone(trainer_before, launcher="debug", folder=str(tmp_path), door=door)
     # accelerate's own.
     with pytest.raises(RankFailedError, match="should only be initialized inside your training function"):

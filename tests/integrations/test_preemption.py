@@ -301,7 +301,7 @@ def test_a_handler_that_was_there_is_called_behind_the_save_and_has_its_signal_b
         with pytest.raises(SystemExit) as ended:
             signals.end(ALONE, signal.SIGUSR1, 7, lambda: order.append("saved") or Path("there"))
         assert ended.value.code == 128 + signal.SIGUSR1 and order == ["saved", signal.SIGUSR1]
-        assert "SIGUSR1: all ranks have saved step 7 in there, and end with status 138" in capfd.readouterr().err
+        assert "SIGUSR1: all ranks have saved step 7 in there, and exit with status 138" in capfd.readouterr().err
         signals.ends = False
         signals.release()
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -320,7 +320,7 @@ def test_a_save_that_fails_is_one_line_and_the_status_1(signals, capfd):
     assert ended.value.code == 1
     said = capfd.readouterr().err.splitlines()
     assert said == [
-        "hf_zero: SIGTERM, and step 7 is not saved, so all ranks end with status 1. no space is left on the disk."
+        "hf_zero: SIGTERM, and step 7 is not saved, so all ranks exit with status 1. no space is left on the disk."
     ]
 
 
@@ -415,7 +415,7 @@ def refused(rank: int, world_size: int, on_signal: str, naming: dict) -> str:
 
 def test_a_loop_whose_folder_is_not_known_is_refused_when_its_engine_is_built(tmp_path):
     [said] = run_on_ranks(refused, world_size=1, on_signal="auto", naming={})
-    assert "Give the Accelerator a project_dir" in said
+    assert "Pass project_dir to the Accelerator" in said
     naming = {"automatic_checkpoint_naming": True, "project_dir": str(tmp_path)}
     [said] = run_on_ranks(refused, world_size=1, on_signal=f"{tmp_path}/step_{{step}}", naming=naming)
     assert "Set `checkpoint.on_signal: auto`" in said

@@ -41,7 +41,7 @@ def test_a_bi_encoder_is_trained_and_evaluated_at_stage_3_as_under_ddp(tmp_path)
         assert mine.metrics[0]["eval_spearman_cosine"] == expected.metrics[0]["eval_spearman_cosine"]
         assert len(mine.metrics) == len(expected.metrics)
     (_, said), (_, of_the_other) = runs[1]
-    assert "activations (first rows, 4 x" in said and "not known" not in said
+    assert "activations (first rows, 4 x" in said and "unknown: " not in said
     assert "activations" not in of_the_other
     assert torch.equal(*(model.encode("w1 w2 w3", convert_to_tensor=True) for model in models))
 

@@ -300,7 +300,7 @@ def test_ones_own_card_keeps_its_text_and_gets_the_arguments(rank, world_size, t
         trainer.create_model_card(license="gpl", dataset="my data", tags="second")
     assert card.read_text().endswith("# Mine\n\nText.\n")
     assert metadata_load(card) == {"license": "gpl", "tags": ["first", "second", "generated_from_trainer"]}
-    assert len(warned) == 1 and "without dataset" in warned[0]
+    assert len(warned) == 1 and "did not add dataset" in warned[0]
     card.write_text("---\nlicense: [\n---\n# Mine\n")
     with pytest.raises(CheckpointError, match=r"front matter of .* cannot be read"):
         trainer.create_model_card(license="gpl")

@@ -535,7 +535,7 @@ def test_two_configs_for_one_trainer_are_refused(rank, world_size, tmp_path):
     from trainer_job import as_launched
 
     as_launched(rank, world_size)
-    with pytest.raises(ValueError, match="two configs for one Trainer"):
+    with pytest.raises(ValueError, match="one Trainer got two different configs"):
         make_trainer("flag 2", "bert", output_dir, callbacks=[ZeroCallback(1)])
     make_trainer("flag 2", "bert", output_dir, callbacks=[ZeroCallback(2)])
 
@@ -568,9 +568,9 @@ def test_damaged_state_is_refused_by_name(tmp_path):
     manifest = json.loads(text)
     check = partial(run_on_ranks, bad_resume, output_dir=str(tmp_path), where=str(tmp_path / "checkpoint-2"))
     (zero / "manifest.json").unlink()
-    check(says="holds no manifest.json, so it is no finished hf_zero checkpoint")
+    check(says="holds no manifest.json, so it is not a complete hf_zero checkpoint")
     (zero / "manifest.json").write_text(json.dumps({**manifest, "rows": manifest["rows"][1:]}))
-    check(says="its own checksum does not fit")
+    check(says="its own checksum does not match")
     (zero / "manifest.json").write_text(text)
     (zero / "rank-00001-of-00002.safetensors").write_bytes(b"\x00" * 64)
     check(says="rank-00001-of-00002.safetensors has 64 bytes instead of")
@@ -829,7 +829,7 @@ def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_come
     for trainer in (first, second):
         trainer.train()
     with pytest.raises(
-        ValueError, match=r"AdamW has trained this model before.*its state lay in files\. Train with a new"
+        ValueError, match=r"AdamW trained this model earlier.*was in files that no longer exist\. Train with a new"
     ):
         first.train()
     make_trainer("flag 2", "gpt2", folder, adapt=lambda _: first.model, max_steps=1).train()
@@ -846,7 +846,7 @@ def test_arguments_that_differ_between_ranks_are_refused_before_training(rank, w
     }
     for says, other in others.items():
         trainer = make_trainer("flag 2", "gpt2", tmp_path, **(other if rank == 1 else {}))
-        with pytest.raises(ValueError, match="do not train the same thing") as error:
+        with pytest.raises(ValueError, match="do not train the same model with the same settings") as error:
             trainer.train()
         assert says in str(error.value)
     trainer = make_trainer("flag 2", "gpt2", tmp_path)

@@ -214,7 +214,7 @@ def test_scripts_run_at_stage_3_as_they_are(kind, mode, adapts, tmp_path):
         assert len(set(ours["pushes"])) == (3 if mode == "colocate" or (mode == "server" and rank == 0) else 0)
 
 
-# ---- losses in chunks, and other parts that need less memory beside the state ----
+# ---- losses in chunks, and other parts that need less memory in addition to the state ----
 
 
 def fine_tuned(

@@ -465,8 +465,8 @@ def test_a_loss_scaler_skips_the_step():
         (partial(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False), "AdamW, `lr` is a tensor"),
         (partial(torch.optim.Adam, weight_decay=0.1), "Adam, `weight_decay` is added to the gradient"),
         (partial(torch.optim.SGD, maximize=True), "SGD, `maximize` is True"),
-        (torch.optim.RMSprop, "no kernel does what RMSprop does"),
-        (type("MyAdamW", (torch.optim.AdamW,), {}), "no kernel does what MyAdamW does"),
+        (torch.optim.RMSprop, "no kernel implements RMSprop"),
+        (type("MyAdamW", (torch.optim.AdamW,), {}), "no kernel implements MyAdamW"),
     ],
 )
 def test_what_no_kernel_does_is_torchs_bit_for_bit_and_said(caplog, make_optimizer, why):

@@ -174,7 +174,7 @@ def test_scalars_say_that_a_step_must_not_be_taken(sums):
 def test_kernels_refuse_what_they_would_misread():
     with pytest.raises(ValueError, match=r"shard 1 has shape \(4, 4\) .* flat contiguous"):
         statistics.gradient_statistics([torch.ones(3), torch.ones(4, 4)])
-    with pytest.raises(ValueError, match=r"shard 0 is torch.int64, and torch.float32, .* are allowed"):
+    with pytest.raises(ValueError, match=r"shard 0 is torch.int64; allowed: torch.float32, "):
         statistics.gradient_statistics([torch.ones(3, dtype=torch.int64)])
     with pytest.raises(ValueError, match="inverse_scale is 2 elements"):
         statistics.step_scalars(torch.zeros(2, dtype=torch.float64), 1.0, torch.ones(2))
@@ -270,12 +270,12 @@ def test_one_minus_beta_is_taken_in_double():
 
 def test_optimizers_refuse_what_cannot_be_meant():
     w, g, m = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-    with pytest.raises(ValueError, match=r"exp_avg_sq has 3 elements, and 4 are needed"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq has 3 elements, but must have 4"):
         adamw(place_of(MOMENTS, w, g, m, torch.zeros(3)), AdamW(lr=1e-3, step=1))
-    with pytest.raises(ValueError, match=r"exp_avg is torch.bfloat16, and torch.float32 are allowed"):
+    with pytest.raises(ValueError, match=r"exp_avg is torch.bfloat16; allowed: torch.float32"):
         lion(place_of(MOMENTS[:1], w, g, m.bfloat16()), Lion(lr=1e-3))
     short = Coded(torch.zeros(4, dtype=torch.uint8), torch.zeros(2))
-    with pytest.raises(ValueError, match="exp_avg's scales has 2 elements, and 1 are needed"):
+    with pytest.raises(ValueError, match="exp_avg's scales has 2 elements, but must have 1"):
         adamw_in_blocks(place_of(MOMENTS, w, g, short, short), AdamW(lr=1e-3, step=1))
     with pytest.raises(ValueError, match="AdamW's step is 0"):
         AdamW(lr=1e-3, step=0)

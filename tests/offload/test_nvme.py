@@ -95,7 +95,7 @@ def test_between_steps_state_is_in_files_and_nowhere_else(stage, tmp_path, capsy
     assert report.total_bytes == sum(row.bytes for row in report.rows if row.kind != "optimizer state")
     announce(engine, "nobody")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "in files" in said and f"a step reads and writes {in_units(2 * held)}" in said
+    assert "in files" in said and f"a rank reads and writes {in_units(2 * held)}" in said
     # If state is larger than host memory, only files are left.
     with mock.patch("hf_zero.integrations.announce.available_host_bytes", return_value=held - 1):
         announce(engine, "nobody")
@@ -294,17 +294,17 @@ def test_another_file_system_than_the_output_will_do():
 
 
 def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"nvme_path` is '.*missing', which is no folder on this host"):
+    with pytest.raises(ConfigError, match=r"nvme_path` is '.*missing', which is not a folder on this host"):
         built(nvme(tmp_path / "missing"))
     with pytest.raises(
-        ConfigError, match=r"nvme_path` is '/proc', in which no folder could be made for this run.*Name a fold"
+        ConfigError, match=r"nvme_path` is '/proc', but no folder for this run could be created.*Name a fold"
     ):
         # Whoever runs the tests: only root may write there at all.
         with monkeypatch.context() as as_root:
             as_root.setattr("hf_zero.offload.run_folder.os.access", lambda *_: True)
             built(nvme(Path("/proc")))
     monkeypatch.setattr("hf_zero.offload.run_folder.os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match="in which this user may not write"):
+    with pytest.raises(ConfigError, match="which this user cannot write to"):
         built(nvme(tmp_path))
 
 
@@ -330,7 +330,7 @@ def test_a_disk_that_fails_in_mid_step_ends_the_run_with_a_reason(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (ALIGNMENT, before[1]))
     try:
         with pytest.raises(
-            OffloadError, match=r"bucket-\d+.state: \d+ of \d+ bytes .* could be written .*resume from the"
+            OffloadError, match=r"bucket-\d+.state: only \d+ of \d+ bytes .* could be written .*resume from the"
         ):
             steps(model, optimizer, [0])
     finally:
@@ -389,7 +389,9 @@ def flip_a_bit_in(path: Path, place: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-CHANGED = r"bucket-\d+.state: the \d+ bytes at \d+ are not those that were written: .* resume from the last checkpoint"
+CHANGED = (
+    r"bucket-\d+.state: the \d+ bytes at \d+ differ from those that were written: .* resume from the last checkpoint"
+)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -418,7 +420,7 @@ def test_a_bit_that_flips_in_a_file_of_parameters_ends_the_next_forward(tmp_path
     steps(model, optimizer, [0])
     path = max(filter(Path.is_file, tmp_path.rglob("*")), key=lambda path: path.stat().st_size)
     flip_a_bit_in(path, 100)
-    with pytest.raises(OffloadError, match="are not those that were written"):
+    with pytest.raises(OffloadError, match="differ from those that were written"):
         steps(model, optimizer, [0])
 
 
@@ -472,7 +474,7 @@ def test_each_read_of_what_is_changed_in_a_file_is_refused_and_no_other(tmp_path
         lambda: shard.write_part("b", Interval(449_000, 449_001), torch.ones(1)),
     )
     for read in reads:
-        with pytest.raises(OffloadError, match=r"x.state: the \d+ bytes at \d+ are not those that were written"):
+        with pytest.raises(OffloadError, match=r"x.state: the \d+ bytes at \d+ differ from those that were written"):
             read()
 
 

@@ -95,21 +95,21 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
 def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
     here, other = run_on_ranks(starts)
     assert not any(other.values())
-    assert f"activations (first rows, 2 x {LENGTH})" in here["rows"] and "peak of a step, to 15%" in here["rows"]
+    assert f"activations (first rows, 2 x {LENGTH})" in here["rows"] and "peak of a step, within 15%" in here["rows"]
     rows = {name: value[:2] for name, value in default_collate([Texts(2)[0], Texts(2)[1]]).items()}
     plan = make_plan(gpt2(), batch=rows, gpus=2, on_cpu=True, gpu_memory="1GB", kept={"stage": 2})
     [candidate] = plan.candidates
     peak = candidate.forecast.device_bytes / 2**20
     assert f"{peak:.1f} MiB" in here["rows"].partition("peak of a step")[2]
-    assert "not known: no data loader was prepared" in here["none"]
-    assert "not known: batches are neither the keyword arguments of a forward nor tensors" in here["words"]
+    assert "unknown: no data loader was prepared" in here["none"]
+    assert "unknown: batches are neither the keyword arguments of a forward nor tensors" in here["words"]
     for name in ("tuples", "masked"):
-        assert f"activations (first rows, 2 x {LENGTH})" in here[name] and "not known" not in here[name]
+        assert f"activations (first rows, 2 x {LENGTH})" in here[name] and "unknown: " not in here[name]
     assert f"{peak:.1f} MiB" in here["tuples"].partition("peak of a step")[2]
-    assert "not known: the data set has no rows to be asked for by number" in here["stream"]
+    assert "unknown: the data set's rows cannot be read by index" in here["stream"]
     assert "cannot be collated (KeyError" in here["failing"]
-    assert "not known: the model's forward talks to other ranks" in here["talking"]
+    assert "unknown: the model's forward communicates with other ranks" in here["talking"]
     # By default nothing is traced on the host.
-    assert "not known: a trace on CPUs needs log level INFO" in here["usual"]
+    assert "unknown: a trace on CPUs needs log level INFO" in here["usual"]
     for name in ("quiet", "resumed"):
         assert "hf_zero plan: bytes" in here[name] and "activations" not in here[name]

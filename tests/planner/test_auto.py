@@ -161,7 +161,7 @@ def test_a_loop_trains_with_auto_as_with_the_stage_that_it_chose():
 
 def test_an_engine_wants_a_stage():
     model = gpt2()
-    with pytest.raises(ConfigError, match="Give ZeroEngine a stage"):
+    with pytest.raises(ConfigError, match="Pass ZeroEngine a stage"):
         ZeroEngine(model, [torch.optim.AdamW(model.parameters())], "auto")
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(rank, world_si
     with mock.patch.multiple(barrier, **seconds), mock.patch("sys.stderr") as said:
         error, _ = refusal(timeout_s=1.0)
     assert error.culprits == (late,)
-    assert f"rank {late} did not come within 1 s (`comm.timeout_s`)" in str(error)
+    assert f"rank {late} did not arrive within 1 s (`comm.timeout_s`)" in str(error)
     if rank == (1 if late == 0 else 0):
         assert f"waited 0 s for rank {late}." in said.write.call_args_list[0].args[0]
 
@@ -250,8 +250,8 @@ def test_a_rank_that_comes_after_others_have_given_up_hears_so_at_once(late):
         leave_reason=lambda words, culprits: reasons.append([*culprits]),
     )
     for rank, limit_s, said in (
-        (1 - late, 0.1, rf"came to a save; waited 0 s for ranks \[{late}\]\.\n  lines\nIt is collective"),
-        (late, 5.0, r"came to a save; the others have given up waiting for this rank\. It is collective"),
+        (1 - late, 0.1, rf"reached a save; waited 0 s for ranks \[{late}\]\.\n  lines\nIt is collective"),
+        (late, 5.0, r"reached a save; the other ranks gave up waiting for this rank\. It is collective"),
     ):
         with mock.patch.object(dist, "get_rank", lambda rank=rank: rank), mock.patch.object(barrier, "_WORD_S", 0.0):
             with pytest.raises(CommunicationError, match=said) as caught:

@@ -127,7 +127,7 @@ def test_every_figure_has_its_lines_values(folder):
     assert [(bar.value, bar.planned, bar.other) for bar in memory.rows] == [(400, 400, 400), (200, 200, 400)]
     [sent] = sections["communication"].body
     assert sent.rows == (("reduce-scatter gradients", "2", "200 B", "10.0 ms"),)
-    assert "80 % of communication was hidden" in sections["timeline"].sentence
+    assert "80 % of the communication overlapped" in sections["timeline"].sentence
 
 
 def test_the_page_draws_the_values_of_the_report(folder):
@@ -141,7 +141,7 @@ def test_the_page_draws_the_values_of_the_report(folder):
 def test_a_quiet_run_has_nothing_to_look_at(folder):
     report = make_report(folder)
     assert report.found == () and report.state == "Finished after step 40."
-    assert "Nothing out of the ordinary" in render_page(report)
+    assert "Nothing unusual" in render_page(report)
 
 
 def test_a_run_that_broke_off_within_a_line_is_told(tmp_path):
@@ -149,21 +149,21 @@ def test_a_run_that_broke_off_within_a_line_is_told(tmp_path):
     with (folder / LOG_NAME).open("a") as file:
         file.write('{"kind":"steps","time":2.0,"st')
     report = make_report(folder)
-    assert report.state == "Broke off behind step 40, or is still running."
+    assert report.state == "Stopped after step 40 without an end in the log, or is still running."
     assert any("last line of the log is cut off" in sentence for sentence in report.found)
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path):
     folder = written(tmp_path / "run", log_of(steps=20, ends=False), log_of(steps=30, first=11))
     report = make_report(folder)
-    assert any("resumed at step 10, and 10 steps taken again" in sentence for sentence in report.found)
+    assert any("resumed at step 10, and repeated 10 steps" in sentence for sentence in report.found)
     steps = [step for step, _ in report.sections[0].body[0].series[0].points]
     assert steps == list(range(1, 31))
 
 
 def test_an_earlier_run_in_the_folder_is_left_out(tmp_path):
     report = make_report(written(tmp_path / "run", log_of(steps=20), log_of(steps=6)))
-    assert any("1 earlier run in this folder" in sentence for sentence in report.found)
+    assert any("1 earlier run of this folder" in sentence for sentence in report.found)
     assert report.state == "Finished after step 6."
 
 
@@ -180,9 +180,9 @@ def test_what_went_wrong_is_found(tmp_path):
     for told in (
         "did not finish: NonFiniteGradientError",
         "NaN, infinite or beyond 1e150, at step 40",
-        "3 steps with NaN or infinite gradients were left out",
-        "most at step 9 with 70.0",
-        "around step 12",
+        "3 steps with NaN or infinite gradients were skipped",
+        "The largest, 70.0, was at step 9",
+        "a step around step 12",
     ):
         assert told in found
     assert spike["grad_norm"] == 1.0
@@ -205,7 +205,7 @@ def test_a_folder_with_nothing_to_report_on_is_refused_by_name(tmp_path):
         with pytest.raises(ReportError, match=re.escape(str(folder))):
             make_report(folder)
     (tmp_path / LOG_NAME).write_bytes(b"\xff\x00 no log\n")
-    with pytest.raises(ReportError, match="no line that can be read"):
+    with pytest.raises(ReportError, match="no readable line"):
         make_report(tmp_path)
     (tmp_path / "trainer_state.json").write_text('{"log_hi')
     with pytest.raises(ReportError, match="damaged"):
@@ -307,7 +307,7 @@ def test_a_page_is_written_through_no_link(folder, tmp_path):
     # The name that the page had before it was whole could be guessed.
     (folder / f"{PAGE_NAME}.tmp-{os.getpid()}").symlink_to(tmp_path / "victim")
     [line] = refusals("report", folder, "--output", folder / PAGE_NAME)
-    assert line.endswith("is a link or no plain file, and is not written to. Name a new file.")
+    assert line.endswith("is a link or not a regular file, so nothing was written. Name a new file.")
     hf_zero("report", folder)
     assert (tmp_path / "victim").read_text() == "keep" and not (folder / PAGE_NAME).is_symlink()
 
@@ -342,12 +342,12 @@ def test_waits_in_agreements_are_told_apart_from_communication(tmp_path):
     trace["under_way"].append(["agreement on the gradient norm", 0.01, 0.06])
     comm["rows"].append(["agreement on the gradient norm", 80, 16, 0, 4.0, 4.0])
     sections = {section.key: section for section in make_report(written(tmp_path / "run", lines)).sections}
-    assert "80 % of communication was hidden" in sections["timeline"].sentence
-    assert "For 50.0 ms more it waited in agreements of a few bytes" in sections["timeline"].sentence
+    assert "80 % of the communication overlapped" in sections["timeline"].sentence
+    assert "Another 50.0 ms were spent in agreements of a few bytes" in sections["timeline"].sentence
     [timeline] = sections["timeline"].body
     assert [lane.name for lane in timeline.lanes][-1] == "agreements between ranks"
     said = sections["communication"].sentence
-    assert "stands still for 10.0 ms" in said and "waits 100 ms in agreements" in said
+    assert "waits for 10.0 ms" in said and "spends 100 ms in agreements" in said
 
 
 @pytest.mark.parametrize("high", [1e-3, 5e-5, 2e-5, 1e-5, 1.5e-5, 3e-7, 5e-10])

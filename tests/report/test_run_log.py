@@ -149,14 +149,14 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, capsys):
     log._file.close()
     log._file = type("Full", (), {"closed": False, "write": staticmethod(full), "close": lambda self: None})()
     log.write("steps", 1)
-    assert "is kept no longer" in capsys.readouterr().err
+    assert "cannot be written any more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("put", [os.symlink, os.link])
 def test_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path, put):
     (tmp_path / "victim").write_text("keep")
     put(tmp_path / "victim", tmp_path / LOG_NAME)
-    with pytest.raises(ReportError, match="is a link or no plain file"):
+    with pytest.raises(ReportError, match="is a link or not a regular file"):
         LogFile(tmp_path)
     assert (tmp_path / "victim").read_text() == "keep"
 

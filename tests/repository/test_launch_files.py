@@ -157,6 +157,6 @@ def test_the_store_listens_on_one_address_and_no_other(monkeypatch):
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
     monkeypatch.setattr(signal, "pause", lambda: None)
     said = CliRunner().invoke(app, ["rendezvous", "--host", "127.0.0.1", "--port", "0"])
-    assert said.exit_code == 0 and "127.0.0.1:" in said.output and "Give the --host" in said.output
+    assert said.exit_code == 0 and "127.0.0.1:" in said.output and "Pass the --host" in said.output
     taken = CliRunner().invoke(app, ["rendezvous", "--host", "127.0.0.1", "--port", str(store.port)])
-    assert taken.exit_code != 0 and "Give another --port" in taken.output
+    assert taken.exit_code != 0 and "Pass another --port" in taken.output

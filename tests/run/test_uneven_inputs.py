@@ -149,10 +149,10 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "said"),
     [
         ("norm", "batch norms"),
-        ("parts", "does not go with `out_of_memory: halve`"),
+        ("parts", "cannot be combined with `out_of_memory: halve`"),
         ("stranger", "not object"),
         ("nothing", "no model"),
-        ("empty", "had no batch at all"),
+        ("empty", "had no batch inside"),
         ("twice", "more than one forward"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_module_is_run_by_its_name():
     [
         ("without_accelerate", "ended without the engine: it built neither an Accelerator nor a Trainer"),
         ("steps_alone", "SGD steps without the engine"),
-        ("prepares_nothing", "ended without the engine: it built an Accelerator and prepared no model"),
+        ("prepares_nothing", "ended without the engine: it built an Accelerator, but prepared no model"),
         ("another_engine", "deepspeed_plugin, for DeepSpeed"),
         ("fully_sharded", "fsdp_plugin, for FSDP"),
     ],
@@ -146,7 +146,7 @@ def test_a_scripts_own_config_is_the_runs_or_refused(tmp_path, way):
     words = {"own_flag": lambda zero: ("--output_dir", tmp_path, "--zero", zero)}.get(way, lambda zero: (zero,))
     assert ends(way, *words(2)).returncode == 7
     refused = ends(way, *words(3))
-    assert refused.returncode == 1 and "two configs for one run" in refused.stderr, refused.stderr[-2000:]
+    assert refused.returncode == 1 and "one run got two different configs" in refused.stderr, refused.stderr[-2000:]
 
 
 def test_help_of_the_script_is_no_error():
@@ -388,7 +388,7 @@ def test_a_yaml_of_accelerate_says_stage_ranks_precision_and_sequences(tmp_path)
     assert said == {"processes": 4, "mixed_precision": "bf16", "sp": 2}
     assert of_accelerate("3") == of_accelerate(None) == {}
     path.write_text(ALST.replace("dp_shard_size: 2", "cp_size: 2").replace("sp_size: 2", "sp_size: 1"))
-    with pytest.raises(ConfigError, match="parallelism_config_cp_size: context parallelism is not there"):
+    with pytest.raises(ConfigError, match="parallelism_config_cp_size: context parallelism is not available"):
         of_accelerate(str(path))
 
 

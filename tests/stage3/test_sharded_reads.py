@@ -628,12 +628,12 @@ CHANGES = [
     (
         cast,
         gpt2,
-        r"is torch\.bfloat16 and was torch\.float32, as after \.to\(\).*before accelerator\.prepare.*readopt\(\)",
+        r"is torch\.bfloat16, but was torch\.float32 when prepared, as after \.to\(\).*before accelerator\.prepare.*readopt\(\)",
     ),
     (
         halve,
         gpt2,
-        r"is torch\.float16 and was torch\.float32, as after .*\.half\(\).*before accelerator\.prepare.*readopt\(\)",
+        r"is torch\.float16, but was torch\.float32 when prepared, .*\.half\(\).*before accelerator\.prepare.*readopt\(\)",
     ),
     (
         resize,

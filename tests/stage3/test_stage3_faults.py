@@ -268,7 +268,7 @@ def test_data_of_another_shape_or_dtype_given_by_one_rank_is_named_on_all(rank, 
             run.step()
             before = run.state()
             weight = run.model.transformer.h[1].attn.c_attn.weight
-            message = r"'transformer\.h\.1\.attn\.c_attn\.weight' was given .*Give it values of its own shape and dtype"
+            message = r"'transformer\.h\.1\.attn\.c_attn\.weight' was set to .*Assign values of its own shape and dtype"
             with pytest.raises(RuntimeError, match=message), hf_zero.gathered(run.model, writeback=True):
                 if rank == 1:
                     weight.data = replace(weight.data)
@@ -286,7 +286,10 @@ def stepping_while_whole(run: Run) -> None:
     loss.backward()
     if run.engine is not None:
         for whole in (hf_zero.unsharded(run.model), hf_zero.gathered(run.model.transformer.h[0].ln_1.weight)):
-            with whole, pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside `gathered` or `unsharded`"):
+            with (
+                whole,
+                pytest.raises(RuntimeError, match=r"optimizer\.step\(\) was called inside `gathered` or `unsharded`"),
+            ):
                 run.optimizer.step()
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -436,7 +439,7 @@ def test_a_state_dict_is_loaded_whole_or_not_at_all(rank, world_size):
     run = Run(rank, gpt2, SHARDED)
     before = run.state()
     with pytest.raises(
-        ValueError, match=r"(?s)load_state_dict\(\) of GPT2LMHeadModel was given different values.*rank 1"
+        ValueError, match=r"(?s)load_state_dict\(\) of GPT2LMHeadModel got different values on the ranks.*rank 1"
     ):
         loads(run, rank, offset=float(rank))
     assert_equal(run.state(), before)

@@ -671,7 +671,7 @@ def test_ranks_run_layers_in_orders_of_their_own_and_none_gets_the_values_of_ano
         optimizer.zero_grad()
         # Without the agreed order a backend without tags would mix the two up in silence.
         monkeypatch.setattr(AgreedOrder, "reach", lambda self, number, wanted=True: None)
-        with pytest.raises(CommunicationError, match="have gathered parameters in different orders"):
+        with pytest.raises(CommunicationError, match="gathered parameters in different orders"):
             model(batch, (rank, 1 - rank)).backward()
 
 

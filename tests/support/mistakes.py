@@ -176,8 +176,8 @@ def _script(lines: str, named: str, remedy: str, *, ranks: int = 2) -> Mistake:
 MISTAKES: dict[str, Mistake] = {
     # Settings
     "stage 4": _run("4", "`stage` is 4", "allowed: 0, 1, 2, 3, auto"),
-    "a stage in words": _run("two", "'two'", "For stage 2 say 2"),
-    "stage2": _run("stage2", "'stage2'", "For stage 2 say 2"),
+    "a stage in words": _run("two", "'two'", "For stage 2, write 2"),
+    "stage2": _run("stage2", "'stage2'", "For stage 2, write 2"),
     "a colon in place of =": _run("stage:2", "'stage:2'", "settings such as stage=2"),
     "semicolons": _run("'stage=2;comm.late_s=60'", "stage=2;comm.late_s=60", "separated by commas"),
     "a space after a comma": _run("stage=2, comm.late_s=60", "'comm.late_s=60'", "one word, with commas and no spaces"),
@@ -185,7 +185,7 @@ MISTAKES: dict[str, Mistake] = {
     "DeepSpeed's JSON file": _run("ds_config.json", "is a config of DeepSpeed", "`stage=2`"),
     "DeepSpeed's keys in YAML": _run("deepspeed.yaml", "is a config of DeepSpeed", "hf-zero migrate"),
     "a tab in YAML": _run("tab.yaml", r"tab.yaml is not valid YAML, line 3", "Indent with spaces"),
-    "a capital letter in a key": _run("capital.yaml", "unknown key `Stage`", "nearest known one is `stage`"),
+    "a capital letter in a key": _run("capital.yaml", "unknown key `Stage`", "most similar known key is `stage`"),
     "a list in YAML": _run("list.yaml", "holds list", "a mapping such as `stage: 2`"),
     "a typo in a setting": _run("stage=2,buckt_bytes=16MiB", "`buckt_bytes`", "`bucket_bytes`"),
     "bf16 for a dtype": _run("stage=2,param_dtype=bf16", "`param_dtype` is 'bf16'", "bfloat16"),
@@ -196,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
     "no bytes": _run("stage=2,bucket_bytes=0", "`bucket_bytes` is 0", "above 0"),
     "a setting of stage 3 at stage 2": _run("stage=2,prefetch_units=2", "`prefetch_units`", "Set `stage: 3`"),
     "moments without a unit": _run("stage=2,moments=8", "`moments` is 8", "32bit, 8bit"),
-    "a removed setting": _run("stage=2,comm.gradients=int4", "`comm.gradients: int4` was taken out", "Use int8"),
+    "a removed setting": _run("stage=2,comm.gradients=int4", "`comm.gradients: int4` was removed", "Use int8"),
     "minutes with a unit": _run("checkpoint.every_minutes=10m", "every_minutes` is '10m'", "a number of minutes"),
     "a time with a colon": _run("stage=2,checkpoint.budget=3:40", "`checkpoint.budget` is '3:40'", "3h40m"),
     "another word for stop": _run("stage=2,nonfinite=raise", "`nonfinite` is 'raise'", "stop, skip, ignore"),
@@ -205,41 +205,39 @@ MISTAKES: dict[str, Mistake] = {
     "the batch": _run("stage=2,train_batch_size=8", "`train_batch_size`", "in the training arguments"),
     "a negative stage": _run("-1", "`stage` is -1", "allowed: 0, 1, 2, 3, auto"),
     "half a stage": _run("2.5", r"'2\.5'", r"a stage \(0, 1, 2, 3, auto\)"),
-    "no stage in words": _run("none", "'none'", "For stage 0 say 0"),
-    "FSDP's word for a stage": _run("full_shard", "'full_shard'", "For stage 3 say 3"),
+    "no stage in words": _run("none", "'none'", "For stage 0, write 0"),
+    "FSDP's word for a stage": _run("full_shard", "'full_shard'", "For stage 3, write 3"),
     "a negative time": _run("stage=2,comm.late_s=-5", "`comm.late_s` is -5", "a number of seconds from"),
     "disk for nvme": _run("stage=2,offload.optimizer=disk", "`offload.optimizer` is 'disk'", "none, cpu, nvme"),
     "DeepSpeed's key": _run("stage=2,offload_optimizer=cpu", "`offload_optimizer`", r"here it is `offload\.optimizer`"),
-    "DeepSpeed's overlap": _run("stage=2,overlap_comm=true", "`overlap_comm`", "always overlaps, so leave it out"),
+    "DeepSpeed's overlap": _run("stage=2,overlap_comm=true", "`overlap_comm`", "always overlaps, so remove it"),
     "gradient accumulation": _run(
         "stage=2,gradient_accumulation_steps=4", "`gradient_accumulation_steps`", "in the training arguments"
     ),
     "fp16 as a setting": _run("stage=2,fp16=true", "`fp16`", "in the training arguments"),
-    "a folder without {step}": _run(
-        "checkpoint.on_signal=runs/x", "on_signal` is 'runs/x'", r"a folder that has \{step\}"
-    ),
+    "a folder without {step}": _run("checkpoint.on_signal=runs/x", "on_signal` is 'runs/x'", r"a folder with \{step\}"),
     "FSDP's JSON file": _run("fsdp.json", "it is FSDP's", "here it is `unit_modules`"),
     "another suffix": _run("capital.yml", r"no file 'capital\.yml'", r"folder holds capital\.yaml"),
     "a section without settings": _run("null.yaml", "`comm` is None", "a mapping of .*late_s"),
-    "a key twice in YAML": _run("twice.yaml", r"twice\.yaml is not valid YAML, line 2", "'stage' stands there twice"),
+    "a key twice in YAML": _run("twice.yaml", r"twice\.yaml is not valid YAML, line 2", "'stage' appears twice"),
     "different columns in YAML": _run(
-        "columns.yaml", r"columns\.yaml is not valid YAML, line 2", "start in the same column"
+        "columns.yaml", r"columns\.yaml is not valid YAML, line 2", "Indent all settings"
     ),
     "= in YAML": _run("equals.yaml", r"equals\.yaml holds str", "a mapping such as `stage: 2`"),
-    "a section named zero": _run("nested.yaml", "unknown key `zero`", "stand at the top"),
+    "a section named zero": _run("nested.yaml", "unknown key `zero`", "belong at the top level"),
     "training arguments in YAML": _run("arguments.yaml", "`per_device_train_batch_size`", "in the training arguments"),
-    "a YAML file of bytes": _run("binary.yaml", r"binary\.yaml is not text", "Give a YAML file such as"),
-    "a setting twice": _run("stage=2,stage=3", "`stage` is given twice", "Give it once"),
+    "a YAML file of bytes": _run("binary.yaml", r"binary\.yaml is not text", "Pass a YAML file such as"),
+    "a setting twice": _run("stage=2,stage=3", "`stage` is set twice", "Set it once"),
     # hf-zero run
     "run without a config": _command("run train.py", "no config was given", "`--zero 2 script.py"),
     "a config after the script": _command("run train.py --zero 2", "no config was given", "before the script"),
     "run without a script": _command("run --zero 2", "Missing argument 'script'", "Try 'hf-zero run --help'"),
     "a script with a typo": _command("run --zero 2 trian.py", "no script 'trian.py'", r"'train\.py'"),
     "a script without .py": _command("run --zero 2 train", "no script 'train'", r"'train\.py'"),
-    "python before the script": _command("run --zero 2 python train.py", "no script 'python'", "Leave out `python`"),
+    "python before the script": _command("run --zero 2 python train.py", "no script 'python'", "Remove `python`"),
     "a notebook": _command("run --zero 2 train.ipynb", "is a notebook", r"hf_zero\.launch"),
     "a folder": _command("run --zero 2 out", "'out' is a folder", "path of a Python file"),
-    "-m before a file": _command("run --zero 2 -m train.py", "no module 'train.py'", "A file has no -m before it"),
+    "-m before a file": _command("run --zero 2 -m train.py", "no module 'train.py'", "Omit -m before a file"),
     "-m before a missing module": _command(
         "run --zero 2 -m no_such_pkg.x", "no module 'no_such_pkg.x'", "`import` finds"
     ),
@@ -252,23 +250,23 @@ MISTAKES: dict[str, Mistake] = {
     "--config_file": _command("run --zero 2 --config_file x.yaml x.py", "--config-file", r"options: --zero\)"),
     "-n": _command("run --zero 2 -n 2 train.py", "No such option: -n", r"options: --num-processes\)"),
     "--deepspeed": _command("run --zero 2 --deepspeed ds_config.json x.py", "--deepspeed", "hf-zero migrate"),
-    "--fsdp": _command("run --zero 2 --fsdp full_shard train.py", "No such option: --fsdp", "leave the option out"),
+    "--fsdp": _command("run --zero 2 --fsdp full_shard train.py", "No such option: --fsdp", "remove the option"),
     "--num_machines": _command(
         "run --zero 2 --num_machines 2 train.py", "--num-machines", r"-m hf_zero\.run .*torchrun"
     ),
     "--nnodes of parity": _command("parity --zero 2 --nnodes 2 train.py", "--nnodes", r"-m hf_zero\.run .*torchrun"),
     "torchrun before the script": _command(
-        "run --zero 2 torchrun train.py", "no script 'torchrun'", "Leave out `torchrun`"
+        "run --zero 2 torchrun train.py", "no script 'torchrun'", "Remove `torchrun`"
     ),
     "accelerate before the script": _command(
-        "run --zero 2 accelerate launch train.py", "no script 'accelerate'", "Leave out `accelerate`"
+        "run --zero 2 accelerate launch train.py", "no script 'accelerate'", "Remove `accelerate`"
     ),
-    "a shell script": _command("run --zero 2 train.sh", r"'train\.sh' is no Python file", "in place of `python`"),
-    "a config for a script": _command("run --zero 2 tab.yaml", r"'tab\.yaml' is no Python file", "as `--zero FILE`"),
+    "a shell script": _command("run --zero 2 train.sh", r"'train\.sh' is not a Python file", "Replace `python`"),
+    "a config for a script": _command("run --zero 2 tab.yaml", r"'tab\.yaml' is not a Python file", "as `--zero FILE`"),
     "--zero before the command": _command(
         "--zero 2 train.py", "No such option: --zero", "hf-zero run --zero 2 train.py"
     ),
-    "no ranks": _command("run --zero 2 --num-processes 0 train.py", "--num-processes is 0", "from 1 on"),
+    "no ranks": _command("run --zero 2 --num-processes 0 train.py", "--num-processes is 0", "at least 1"),
     "ranks in words": _command("run --zero 2 --num-processes two x.py", "'--num-processes'", "valid integer"),
     "a port that is too large": _command("run --zero 2 --port 99999 train.py", "'--port'", "65535"),
     "an unknown precision": _command(
@@ -277,28 +275,28 @@ MISTAKES: dict[str, Mistake] = {
     "sequences over 3 of 2 ranks": _command("run --cpu --zero 2 --sp 3 train.py", "--sp is 3", "divides the 2 ranks"),
     # Other commands
     "a command with a typo": _command("plna model", "No such command 'plna'", "'plan'"),
-    "accelerate's command": _command("launch --zero 2 train.py", "No such command 'launch'", "it is `hf-zero run`"),
-    "another word for run": _command("train --zero 2 train.py", "No such command 'train'", "it is `hf-zero run`"),
+    "accelerate's command": _command("launch --zero 2 train.py", "No such command 'launch'", "Use `hf-zero run`"),
+    "another word for run": _command("train --zero 2 train.py", "No such command 'train'", "Use `hf-zero run`"),
     "plan of one stage": _command("plan model --stage 2", "No such option: --stage", "shows all stages"),
     "GPUs in words": _command("plan model --gpus eight", "'--gpus'", "a valid integer"),
     "negative memory": _command("plan model --gpu-memory -24GB", "'-24GB'", "bytes above 0"),
     "an address for a name": _command(
         "plan https://huggingface.co/bert-base-uncased", "https://huggingface.co/bert", r"a name of the Hub|OWNER/MODEL"
     ),
-    "inspect a script": _command("inspect train.py", "train.py is a file", "give the folder"),
+    "inspect a script": _command("inspect train.py", "train.py is a file", "pass the folder"),
     "half a JSON file": _command("migrate half.json", r"half\.json is not valid JSON", "line 1 column"),
     "a stage that no engine has": _command("migrate stage5.json", "`stage` is 5", "Correct that file"),
     "a JSON file of no engine": _command(
-        "migrate empty.json", "has no key of DeepSpeed's", "takes a DeepSpeed JSON file"
+        "migrate empty.json", "has no key of DeepSpeed's", "reads a DeepSpeed JSON file"
     ),
     "report of a missing folder": _command("report nowhere", "nowhere", "there is no folder nowhere"),
     "parity of a typo": _command("parity --zero 2 trian.py", r"no script 'trian\.py'", r"nearest one is 'train\.py'"),
     "plan of nothing": _command("plan", "Missing argument 'model'", "Try 'hf-zero plan --help'"),
     "a name of the Hub with a typo": _command("plan bert-base-uncaesd", "bert-base-uncaesd", "HF_HUB_OFFLINE|folder"),
-    "a folder with a typo": _command("plan ./modle", r"\./modle is no folder", "OWNER/MODEL"),
+    "a folder with a typo": _command("plan ./modle", r"\./modle is neither a local folder", "OWNER/MODEL"),
     "plan of a script": _command("plan train.py", "config of train.py cannot be read", "not a valid JSON file"),
     "plan of an output folder": _command("plan out", "out has no config.json", "folder of a model"),
-    "plan of the folder above": _command("plan .", r"\. has no config.json", "Give model, which has one"),
+    "plan of the folder above": _command("plan .", r"\. has no config.json", "Pass model, which has one"),
     "no GPUs": _command("plan model --gpus 0", "`gpus` is 0", "from 1"),
     "memory without a unit": _command("plan model --gpu-memory 24", "`gpu_memory` is '24'", "24GB"),
     "a space before the unit": _command(
@@ -309,25 +307,33 @@ MISTAKES: dict[str, Mistake] = {
     "bfloat16 for bf16": _command("plan model --mixed-precision bfloat16", "'bfloat16' is not", "'bf16'"),
     "bf16 for bfloat16": _command("plan model --dtype bf16", "'bf16' is not one of", "'bfloat16'"),
     "verify a missing folder": _command("verify nowhere", "nowhere", "there is no folder nowhere"),
-    "verify an output folder": _command("verify out", "holds no model.safetensors", "give out/checkpoint-2"),
+    "verify an output folder": _command(
+        "verify out", "holds no model.safetensors", "pass the newest, out/checkpoint-2"
+    ),
     "verify half a checkpoint": _command("verify out/checkpoint-2", "out/checkpoint-2", "no model.safetensors"),
-    "verify a file": _command("verify train.py", "train.py is a file", "give the folder"),
-    "inspect an output folder": _command("inspect out", "holds no model.safetensors", "give out/checkpoint-2"),
+    "verify a file": _command("verify train.py", "train.py is a file", "pass the folder"),
+    "inspect an output folder": _command(
+        "inspect out", "holds no model.safetensors", "pass the newest, out/checkpoint-2"
+    ),
     "consolidate without a target": _command("consolidate out", "Missing argument 'out'", "--help"),
     "consolidate to fp16": _command("consolidate model whole --dtype fp16", "'fp16' is not", "'float16'"),
     "push a missing folder": _command("push nowhere my-model", "no folder nowhere", "no folder nowhere"),
-    "a repository with a space": _command("push model 'my model'", "'my model' is no repository", "me/my-model"),
-    "a repository with two slashes": _command("push model a/b/c", "'a/b/c' is no repository", "me/my-model"),
+    "a repository with a space": _command(
+        "push model 'my model'", "'my model' is not a valid repository name", "me/my-model"
+    ),
+    "a repository with two slashes": _command(
+        "push model a/b/c", "'a/b/c' is not a valid repository name", "me/my-model"
+    ),
     "push without a token": _command("push model my-model", "no token", "Run `hf auth login`"),
     "migrate a missing file": _command("migrate nowhere.json", "nowhere.json cannot be read", "No such file"),
     "migrate a script": _command("migrate train.py", "train.py holds", "DeepSpeed's JSON"),
     "convert a missing folder": _command("convert nowhere whole", "no folder nowhere", "no folder nowhere"),
-    "convert a model": _command("convert model whole", "model is no checkpoint of DeepSpeed", "global_step"),
-    "report of nothing": _command("report out", "trainer_state.json has no log_history", "nothing to report"),
+    "convert a model": _command("convert model whole", "model is not a checkpoint of DeepSpeed", "global_step"),
+    "report of nothing": _command("report out", "trainer_state.json has no log_history", "no run to report"),
     "parity without a config": _command("parity train.py", "no config was given", "`--zero 2 script.py"),
     "doctor of no ranks": _command("doctor --processes 0", "'--processes'", "greater than or equal to 2"),
     "a rendezvous at no address": _command(
-        "rendezvous --host nowhere.invalid --port 29411", "nowhere.invalid", "Give another --port, or the --host"
+        "rendezvous --host nowhere.invalid --port 29411", "nowhere.invalid", "Pass another --port, or the --host"
     ),
     # Objects in Python
     "the plugin's class": _script(
@@ -348,7 +354,7 @@ MISTAKES: dict[str, Mistake] = {
         "ZeroEngine(net, [torch.optim.AdamW], 2)", "the class AdamW", r"AdamW\(\.\.\.\)", ranks=1
     ),
     "stage auto for an engine": _script(
-        "ZeroEngine(net, [adam], 'auto')", "`stage: auto`", "Give ZeroEngine a stage", ranks=1
+        "ZeroEngine(net, [adam], 'auto')", "`stage: auto`", "Pass ZeroEngine a stage", ranks=1
     ),
     "a name for a parameter": _script(
         "prepared(3)\nwith gathered('0.weight'): pass", r"gathered got '0\.weight'", "It takes a module", ranks=1
@@ -379,7 +385,9 @@ MISTAKES: dict[str, Mistake] = {
     "launch of a script": _script(
         "hf_zero.launch('train.py', zero=2)", r"launch got 'train\.py'", r"launch\(train", ranks=1
     ),
-    "launch of no ranks": _script("hf_zero.launch(print, num_processes=0)", "num-processes is 0", "from 1 on", ranks=1),
+    "launch of no ranks": _script(
+        "hf_zero.launch(print, num_processes=0)", "num-processes is 0", "at least 1", ranks=1
+    ),
     "a callback of a missing file": _script(
         "ZeroCallback('zero.yaml')", r"no file 'zero\.yaml'", "that folder holds", ranks=1
     ),
@@ -401,11 +409,11 @@ MISTAKES: dict[str, Mistake] = {
     "FSDP next to the plugin": _script(
         "from accelerate import FullyShardedDataParallelPlugin\n"
         "Accelerator(parallelism_config=ZeroPlugin(2), fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(net, adam)",
-        "FSDP is asked for as well",
-        "Leave that out",
+        "FSDP is also requested",
+        "Remove that setting",
     ),
     "fsdp next to the callback": _script(
-        "trainer(ZeroCallback(2), fsdp='full_shard').train()", "FSDP is asked for as well", "Leave that out"
+        "trainer(ZeroCallback(2), fsdp='full_shard').train()", "FSDP is also requested", "Remove that setting"
     ),
     "DDP around the model": _script(
         "a = Accelerator(parallelism_config=ZeroPlugin(2))\na.prepare(nn.parallel.DistributedDataParallel(net), adam)",
@@ -419,15 +427,15 @@ MISTAKES: dict[str, Mistake] = {
         "before anything wraps it",
     ),
     "two stages for one Trainer": _script(
-        "trainer(ZeroCallback(2), ZeroCallback(3)).train()", "have `stage` 2, and this one 3", "Give one of them"
+        "trainer(ZeroCallback(2), ZeroCallback(3)).train()", "have `stage` 2, and this one 3", "Pass only one of them"
     ),
     # Ranks
     "torchrun on a CPU": _script(
-        "# without ACCELERATE_USE_CPU\nprepared()", "2 processes were asked for", "On a CPU, .*ACCELERATE_USE_CPU=true"
+        "# without ACCELERATE_USE_CPU\nprepared()", "2 processes were requested", "On a CPU, .*ACCELERATE_USE_CPU=true"
     ),
     "no process group": _script("ZeroEngine(net, [adam], 2)", "has no process group", r"init_process_group\(\)"),
     "a second Accelerator": _script(
-        "Accelerator()\na, m, o = prepared()\nbackward(a, m)\no.step()", "was installed nowhere", r"plugin\.attach"
+        "Accelerator()\na, m, o = prepared()\nbackward(a, m)\no.step()", "was not installed", r"plugin\.attach"
     ),
     "a model without its optimizer": _script(
         "a = Accelerator(parallelism_config=ZeroPlugin(2))\nbackward(a, a.prepare(net))",
@@ -435,7 +443,9 @@ MISTAKES: dict[str, Mistake] = {
         r"accelerator\.prepare\(model, optimizer\)",
     ),
     "attach after prepare": _script(
-        "a = Accelerator()\na.prepare(net, adam)\nZeroPlugin(2).attach(a)", "came after", "attach first, then prepare"
+        "a = Accelerator()\na.prepare(net, adam)\nZeroPlugin(2).attach(a)",
+        "was called after",
+        "attach first, then prepare",
     ),
     "reading p.grad after the step": _script(
         "a, m, o = prepared()\nbackward(a, m)\no.step()\nnet[0].weight.grad.norm()",
@@ -464,7 +474,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no zero_grad": _script(
         "a, m, o = prepared()\nfor _ in range(2):\n    backward(a, m)\n    o.step()",
-        "wanted once more",
+        "needed for a second step",
         r"optimizer\.zero_grad\(\)",
     ),
     "a NaN": _script(
@@ -484,17 +494,17 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "state_dict on one rank, then a barrier": _script(
         "a, m, o = prepared(3)\nif a.is_main_process: m.state_dict()\na.wait_for_everyone()",
-        r"only some ranks came to state_dict\(\)",
+        r"only some ranks reached state_dict\(\)",
         "call it on every rank",
     ),
     "save_state on one rank, then a barrier": _script(
         "a, m, o = prepared()\nif a.is_main_process: a.save_state('state')\na.wait_for_everyone()",
-        "only some ranks came to accelerator.save_state",
+        "only some ranks reached accelerator.save_state",
         "call it on every rank",
     ),
     "gathered on one rank, then a barrier": _script(
         "a, m, o = prepared(3)\nif a.is_main_process:\n    with gathered(m): pass\na.wait_for_everyone()",
-        "only some ranks came to hf_zero.gathered",
+        "only some ranks reached hf_zero.gathered",
         "call it on every rank",
     ),
     "a forward on one rank, then a barrier": _script(
@@ -524,7 +534,7 @@ MISTAKES: dict[str, Mistake] = {
     "resume without a checkpoint": _script(
         "trainer(ZeroCallback(2), output_dir='new').train(True)",
         "No valid checkpoint found",
-        "Leave resume_from_checkpoint out",
+        "Omit resume_from_checkpoint",
     ),
     "half a checkpoint": _script(
         "if saved(): os.remove('run/checkpoint-2/zero/rank-00001-of-00002.safetensors')\ndist.barrier()\n"
@@ -548,7 +558,7 @@ MISTAKES: dict[str, Mistake] = {
     "a missing folder for files": _script(
         "prepared(offload={'optimizer': 'nvme', 'nvme_path': 'no/such'})", "'no/such', which is no folder", "Create it"
     ),
-    "layers of another model": _script("prepared(3, unit_modules=['BertLayer'])", "BertLayer", "It has: Linear"),
+    "layers of another model": _script("prepared(3, unit_modules=['BertLayer'])", "BertLayer", "Its classes: Linear"),
     "groups of 3 of 2 ranks": _script(
         "prepared(comm={'shard_group_size': 3})", "shard_group_size` is 3", "allowed: 2, auto"
     ),

@@ -374,13 +374,16 @@ def test_settings_that_do_not_fit_are_refused():
     run_ranks(refuses, world_size=2, time_limit_s=60)
     for settings, says in (
         ("comm.sync_every=0", r"`comm.sync_every` is 0; allowed: a whole number of steps, from 1"),
-        ("comm.outer.lr=0.5", r"`comm.outer` is of outer steps, and with `comm.sync_every: 1` there are none"),
+        ("comm.outer.lr=0.5", r"`comm.outer` configures outer steps, and `comm.sync_every: 1` has none"),
         ("comm.sync_every=4,comm.outer.lr=0", r"`comm.outer.lr` is 0; allowed: a number above 0, up to 2"),
         ("comm.sync_every=4,comm.outer.momentum=1", r"`comm.outer.momentum` is 1; allowed: a number from 0, below 1"),
         ("comm.sync_every=4,comm.outer.speed=1", r"unknown key `comm.outer.speed`.*Known: lr, momentum"),
         ("comm.sync_every=4,comm.outer=3", r"`comm.outer` is 3; allowed: a mapping of lr, momentum"),
-        ("comm.sync_every=4,comm.gradients=int8", r"gradients stay inside a shard group then"),
-        ("comm.sync_every=4,param_dtype=float16", r"`param_dtype: float16` does not go with `comm.sync_every: 4`"),
+        ("comm.sync_every=4,comm.gradients=int8", r"gradients then stay inside a shard group"),
+        (
+            "comm.sync_every=4,param_dtype=float16",
+            r"`param_dtype: float16` cannot be combined with `comm.sync_every: 4`",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             ZeroConfig.of(settings)

@@ -171,7 +171,7 @@ def test_formats_and_buffers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="blocks of 48 elements; a power of two"):
         BlockFormat(block_numel=48)
     format = BlockFormat()
-    with pytest.raises(ValueError, match="codes has 100 elements, and 256 are needed"):
+    with pytest.raises(ValueError, match="codes has 100 elements, but must have 256"):
         quantize(torch.zeros(100), torch.zeros(100, dtype=torch.uint8), torch.zeros(1), format)
-    with pytest.raises(ValueError, match="scales has 2 elements, and 1 are needed"):
+    with pytest.raises(ValueError, match="scales has 2 elements, but must have 1"):
         dequantize(torch.zeros(256, dtype=torch.uint8), torch.zeros(2), torch.zeros(100), format)

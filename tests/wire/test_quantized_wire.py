@@ -384,18 +384,20 @@ def test_error_and_residuals_are_reported():
 
 
 def test_what_cannot_be_quantized_is_refused():
-    with pytest.raises(ConfigError, match=r"`comm.gradients: int8` is of stages 1 to 3"):
+    with pytest.raises(ConfigError, match=r"`comm.gradients: int8` needs stages 1 to 3"):
         ZeroConfig.of({"stage": 0, "comm": {"gradients": "int8"}})
-    with pytest.raises(ConfigError, match=r"`comm.weights: int8` is of stages 1 to 3"):
+    with pytest.raises(ConfigError, match=r"`comm.weights: int8` needs stages 1 to 3"):
         ZeroConfig.of("stage=0,comm.weights=int8")
     with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, int8"):
         ZeroConfig.of("comm.weights=int4")
     with pytest.raises(ConfigError, match=r"`comm.gradients` is 'e4m3'; allowed: none, int8\."):
         ZeroConfig.of("comm.gradients=e4m3")
-    with pytest.raises(ConfigError, match=r"`comm.weights: int8` rounds what masters hold, and `rounding: stochastic`"):
+    with pytest.raises(
+        ConfigError, match=r"`comm.weights: int8` rounds values of fp32 masters, but `rounding: stochastic`"
+    ):
         ZeroConfig.of("stage=2,comm.weights=int8,param_dtype=bfloat16,rounding=stochastic")
-    with pytest.raises(ConfigError, match=r"`comm.gradients: int8` with `comm.sync_every: 4`"):
+    with pytest.raises(ConfigError, match=r"`comm.gradients: int8` cannot be combined with `comm.sync_every: 4`"):
         ZeroConfig.of("comm.gradients=int8,comm.sync_every=4")
     model = nn.Linear(4, 4).double()
-    with pytest.raises(ConfigError, match=r"quantize float32 and 16-bit parameters, and 'weight' is torch.float64"):
+    with pytest.raises(ConfigError, match=r"quantize float32 and 16-bit parameters, but 'weight' is torch.float64"):
         ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], "stage=2,comm.gradients=int8")
