@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from decimal import Decimal
 from pathlib import Path
 
 import psutil
@@ -141,6 +142,11 @@ def free_bytes(device: torch.device) -> int:
     # torch's allocator keeps freed memory, which is free for this process.
     reserved = torch.get_device_module(device).memory_reserved(device)
     return free + reserved - torch.get_device_module(device).memory_allocated(device)
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """Formats a number with this many significant digits and without an exponent: 1880, 190, 1.9, 0.0019."""
+    return f"{Decimal(f'{value:.{digits}g}'):f}"
 
 
 def in_units(nbytes: int) -> str:

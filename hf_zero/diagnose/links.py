@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..config import ConfigError
+from ..device import rounded
 from .finding import Finding, absent, bad, good, hint
 
 _PATIENCE_S = 60.0
@@ -113,7 +114,7 @@ def _measured(
 
 def _speeds(of: dict[str, float], where: str) -> Iterator[Finding]:
     gb = of["all_reduce_gb"]
-    rate = f"{gb:.2f} GB/s (`hf-zero plan --node-gbps {8 * gb:.3g}`)"
+    rate = f"{gb:.2f} GB/s (`hf-zero plan --node-gbps {rounded(8 * gb)}`)"
     yield good(f"all-reduce ({where})", f"{rate}, latency {of['all_reduce_us']:,.0f} us")
     yield good(f"all-gather ({where})", f"{of['all_gather_gb']:.2f} GB/s, latency {of['all_gather_us']:,.0f} us")
 

@@ -15,7 +15,7 @@ from ..buckets.gathered_memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..comm.groups import keeps_launch_order
 from ..config import ZeroConfig
-from ..device import available_host_bytes, in_units, ranks_on_this_host
+from ..device import available_host_bytes, in_units, ranks_on_this_host, rounded
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, TrafficReport, render
 from ..engine.room import anchor_numel
@@ -339,7 +339,7 @@ def _why_files_cannot_pay_off(engine: ZeroEngine, held_bytes: int) -> str:
     return (
         f"; files cannot pay off below {most:,} parameters a rank, because their state fits in the {in_units(free)} of free "
         f"memory on this host. In each step a rank reads and writes {in_units(2 * held_bytes)}; for all ranks of this host, "
-        f"a disk of 1 GB/s takes {2 * held_bytes * ranks / 1e9:.2g} s"
+        f"a disk of 1 GB/s takes {rounded(2 * held_bytes * ranks / 1e9, 2)} s"
     )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import psutil
 
 from ..config.zero import CheckpointConfig
+from ..device import rounded
 
 SAVE_DUE, TIME_UP = 1, 2
 """Sent in the byte by which ranks agree on signals, whose numbers (10 and 15) are larger."""
@@ -123,8 +124,8 @@ class SaveClock:
             more = ", and a crash can cost more than that" if share > 0.5 else ""
             print(
                 f"hf_zero: a save takes {self._cost_s:.1f} s, {share:.0%} of `checkpoint.every_minutes: "
-                f"{self._settings.every_minutes:g}`{more}. Set {self._cost_s / _NOTABLE / 60:.2g} to spend 10% of the time "
-                "on saves.",
+                f"{self._settings.every_minutes:g}`{more}. Set {rounded(self._cost_s / _NOTABLE / 60, 2)} to spend 10% of the "
+                "time on saves.",
                 file=sys.stderr,
                 flush=True,
             )

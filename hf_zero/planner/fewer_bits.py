@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ConfigError
+from ..device import rounded
 from .search import SIMPLER, Machine, StepTime, duration
 
 Timed = Callable[[Mapping[str, Any], Machine], StepTime]
@@ -39,14 +40,14 @@ def fewer_bits(settings: Mapping[str, Any], machine: Machine, timed: Timed) -> s
         return ""
     usual_s = timed(settings, machine).step_s
     way, fastest = min(found, key=lambda each: each[1].step_s)
-    rate = f"{_slowest(machine) / 1e9:.3g} GB/s"
+    rate = f"{rounded(_slowest(machine) / 1e9)} GB/s"
     if fastest.step_s < usual_s * (1 - SIMPLER):
         # The first way that is nearly as fast is the most exact one.
         way, step = next(each for each in found if each[1].step_s <= fastest.step_s * (1 + SIMPLER))
         ways = " and ".join(_lines({**stage, **way}))
         return f"Links of {rate}: with {ways}, a step takes {duration(step.step_s)} instead of {duration(usual_s)}."
     limit = _limit(settings, machine, timed)
-    below = f"below about {limit / 1e9:.2g} GB/s they do" if limit else "nor do they on slower ones"
+    below = f"below about {rounded(limit / 1e9, 2)} GB/s they do" if limit else "nor do they on slower ones"
     return f"Links of {rate}: gradients in fewer bits do not pay off; {below}."
 
 

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..device import rounded
 from ..forecast.fit import PlanError
 from ..forecast.peak import KINDS
 from ..integrations.drawing import INK, add_legend, new_axes, write_png
@@ -48,7 +49,7 @@ def draw(plan: Plan, path: Path) -> None:
     for label, each in zip(axes.get_yticklabels(), rows):
         label.set_fontweight("bold" if each is chosen else "normal")
     for row, total in enumerate(left):
-        axes.text(total, row, f" {total:.3g}", va="center", fontsize=8, color=INK)
+        axes.text(total, row, f" {rounded(total)}", va="center", fontsize=8, color=INK)
     axes.set_xlabel("GB a rank, at most")
     axes.set_title(f"{plan.model}, {plan.request.world_size} ranks", loc="left", color=INK)
     axes.set_xlim(0, 1.08 * max([*left, plan.room.device / 1e9]))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ZeroConfig
+from ..device import rounded
 from ..forecast.fit import CLOSE, FITS, TOO_LARGE, PlanError, Room, size
 from ..forecast.peak import Forecast
 from ..layout.gradient_buffers import GRAD_BUFFERS
@@ -593,7 +594,7 @@ def advice_on_files(candidates: Sequence[Candidate], room: Room, machine: Machin
     rate = machine.disk_bytes_a_second / _GB
     slower = step.step_s / in_memory.step_s
     spare_s = MOST_TIMES_SLOWER * in_memory.step_s - step.without_disk_s
-    least = f"{rate * step.disk_s / spare_s:.3g} GB/s" if spare_s > 0 else "any rate"
+    least = f"{rounded(rate * step.disk_s / spare_s)} GB/s" if spare_s > 0 else "any rate"
     disk = (
         f"{in_files.name} needs {duration(step.step_s)} per step, {slower:.1f} times as long as {in_memory.name}: a disk of "
         f"{rate:g} GB/s is busy for {duration(step.disk_s)} of that time, and a disk below {least} makes it more than "
@@ -614,7 +615,7 @@ def _tiers(candidate: Candidate) -> tuple[str, str]:
 
 def duration(seconds: float) -> str:
     """Returns a step's time in words: "1.25 s" or "27.4 ms"."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{rounded(seconds * 1e3)} ms"
 
 
 def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ..device import rounded
 from ..forecast.fit import FITS, gb, size
 from ..forecast.peak import DDP, KINDS
 from .planner import AS_GIVEN, Plan
@@ -48,7 +49,7 @@ def header(plan: Plan, *, verbose: bool = False) -> Iterator[str]:
         yield f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step{rows_a_step}"
         if verbose:
             saved, logits = size(traced.saved_bytes), traced.peak_beside(0).logits
-            yield f"a micro-batch computes {traced.flops / 1e12:.3g} TFLOP{part} and saves {saved} for backward"
+            yield f"a micro-batch computes {rounded(traced.flops / 1e12)} TFLOP{part} and saves {saved} for backward"
             if logits:
                 yield f"logits, with what the loss makes of them, take {size(logits)}"
     yield from plan.warnings

@@ -11,11 +11,14 @@ import pytest
 import torch
 from cells import slow
 from command_runs import hf_zero, refusals
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from training import bert, gpt2
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
+from hf_zero.device import rounded
 from hf_zero.planner.layouts import CONTEXT_BYTES
 from hf_zero.planner.meta_models import checkpointing_argument
 from hf_zero.planner.search import choose, duration
@@ -330,3 +333,14 @@ def test_the_reason_for_a_set_up_is_true_of_the_step_times(planned, seconds, cla
 @pytest.mark.parametrize("option", ["--gpu-memory", "--host-memory", "--disk"])
 def test_a_memory_without_a_unit_is_not_taken_for_bytes(config, option):
     assert "1 MiB or more, with its unit: '24GB'" in refusals("plan", config, "--seq", "32", option, "24")[0]
+
+
+@given(value=st.floats(1e-6, 1e9), digits=st.integers(2, 4))
+def test_numbers_in_sentences_have_no_exponent(value, digits):
+    said = rounded(value, digits)
+    assert "e" not in said.lower() and float(said) == pytest.approx(value, rel=10.0 ** (1 - digits))
+
+
+def test_rates_and_times_in_sentences_have_no_exponent():
+    assert [rounded(value, 2) for value in (187.4, 1.94, 0.0019)] == ["190", "1.9", "0.0019"]
+    assert duration(0.99996) == "1000 ms" and duration(0.0274) == "27.4 ms"
