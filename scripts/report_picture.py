@@ -1,7 +1,7 @@
 """Draws the first half of a run's report as docs/figures/report.svg, for light and for dark pages. Needs Chromium.
 
     apt-get install chromium
-    python scripts/report_picture.py outputs/gpt2/zero_report.html 1220
+    python scripts/report_picture.py outputs/gpt2/zero_report.html 1400
 
 The SVG contains one screenshot for each color scheme, and shows the one of the reader's. Two parts of the page are next to each
 other, because the page is long and narrow; the second part begins at the given pixel.
@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 from PIL import Image
 
 TO = Path(__file__).parents[1] / "docs" / "figures" / "report.svg"
-WIDTH, HEIGHT = 770, 1220
+WIDTH, HEIGHT = 770, 1380
 """Pixels of a part of the page."""
 _TITLE = "The first half of a report: answers, loss, throughput, where time went, one step and memory"
 _SCHEMES = {"dark": 0, "light": 1}
@@ -54,7 +54,7 @@ def screenshot(page: Path, scheme: str, second: int, folder: Path) -> bytes:
 
 def main() -> None:
     if len(sys.argv) != 3 or not Path(sys.argv[1]).is_file():
-        sys.exit(f"usage: {sys.argv[0]} zero_report.html 1220")
+        sys.exit(f"usage: {sys.argv[0]} zero_report.html 1400")
     size = f"width='{2 * WIDTH}' height='{HEIGHT}'"
     images = []
     with tempfile.TemporaryDirectory() as folder:

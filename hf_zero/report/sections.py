@@ -89,9 +89,11 @@ def time_section(run: RunLines) -> Section | None:
     waited = sums["wait_s"]
     sentence = f"Of {shown_seconds(total)}, {shown_share(within, total)} were training steps."
     if waited:
-        sentence += f" It waited for other ranks for {shown_seconds(waited)}, {shown_share(waited, total)} of the time."
+        sentence += (
+            f" Rank 0 waited for other ranks for {shown_seconds(waited)}, {shown_share(waited, total)} of the time."
+        )
     else:
-        sentence += " It never waited for other ranks."
+        sentence += " Rank 0 never waited for other ranks."
     return Section(
         key="time",
         title="Where time went",
