@@ -119,7 +119,7 @@ class MasterStorage:
 
 
 class MasterAway(MasterStorage):
-    """Stores a master outside of memory for steps, where a placeholder represents it between steps.
+    """A master that is in memory only during a step. Between steps, a placeholder represents it.
 
     Args:
         absent: the placeholder, a scalar.

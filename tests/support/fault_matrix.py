@@ -108,7 +108,7 @@ def message_of(said: str) -> str:
     """Returns the first lines of the error, without the traceback."""
     lines = [line.removeprefix("[rank0]: ").removeprefix("[rank1]: ") for line in said.splitlines()]
     for index, line in enumerate(lines):
-        if "hf_zero: " in line and "waiting" not in line:
+        if "hf_zero: " in line and ("waiting" not in line or "failed while waiting" in line):
             more = next((each.strip() for each in lines[index + 1 : index + 2] if each.startswith("  ")), "")
             return f"{line[line.index('hf_zero: ') + 9 :]} {more}".strip()
     return next((line for line in reversed(lines) if line.strip()), "")
