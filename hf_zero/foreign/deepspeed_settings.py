@@ -19,7 +19,7 @@ from .translation import (
     whole,
 )
 
-_ARGUMENTS = "set in your training arguments or your script: {}"
+_ARGUMENTS = "set {} in your training arguments or your script"
 _ALWAYS = "always the case here"
 _BUCKETS = "`bucket_bytes: auto` sizes buckets for the model, the ranks and the device"
 _ONE_MESSAGE = "the small parameters of a layer are gathered in one message with its large ones"

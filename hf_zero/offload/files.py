@@ -288,7 +288,7 @@ class StoredShard:
         if expected is not None and _sum_of(chunk) != expected:
             raise OffloadError(
                 errno.EIO,
-                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} differ from those that were written: the disk "
+                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} differ from the written bytes: the disk "
                 "is faulty, or another process wrote to it. The state of this run is damaged: resume from the last checkpoint.",
             )
 

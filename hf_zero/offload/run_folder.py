@@ -139,7 +139,7 @@ def _remove_if_dead(folder: Path) -> None:
             os.close(lock)
     if nbytes:
         size = f"{nbytes / 2**20:,.1f} MiB"
-        said = f"hf_zero: removed {folder} ({size}), left behind by a run that has ended ({owner})."
+        said = f"hf_zero: removed {folder} ({size}), the files of a run that has ended ({owner})."
         print(spelled(said), file=sys.stderr, flush=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -169,7 +170,13 @@ def _lay_out(
     )
     places = _Places(config, device, sum(p.numel() for p in owner), visits=visits)
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
-    shapes, flops_of = {name: p.shape for name, p in model.named_parameters()}, _StepFlops(optimizers)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    @cache
+    def flops_of(optimizer: int, group: int, shape: torch.Size) -> int:
+        tried = optimizers[optimizer]
+        return product_flops(tried, tried.param_groups[group], shape)
+
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
     may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
@@ -195,7 +202,9 @@ def _lay_out(
                 place,
                 precision,
                 state_of[tried],
-                step_flops=sum(flops_of(key, shapes[slot.name]) for slot in layout.slots) if layout.intact else 0,
+                step_flops=sum(flops_of(key.optimizer, key.group, shapes[slot.name]) for slot in layout.slots)
+                if layout.intact and key.optimizer >= 0
+                else 0,
                 in_place=may_lie_in_place,
                 by_kernel=by_kernel,
                 in_blocks=config.quantizes_moments,
@@ -277,24 +286,6 @@ def _state_of(
         return ()
     tried = optimizers[optimizer]
     return state_itemsizes(tried, tried.param_groups[group], dtype)
-
-
-class _StepFlops:
-    """Counts the operations of matrix products in the optimizers' steps, once for each shape of a parameter."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
-        self._optimizers = optimizers
-        self._found: dict[tuple[int, int, torch.Size], int] = {}
-
-    def __call__(self, key: BucketKey, shape: torch.Size) -> int:
-        """Returns the operations in the step of a parameter of this shape in a bucket with this key; 0 without an optimizer."""
-        if key.optimizer < 0:
-            return 0
-        asked = (key.optimizer, key.group, shape)
-        if asked not in self._found:
-            optimizer = self._optimizers[key.optimizer]
-            self._found[asked] = product_flops(optimizer, optimizer.param_groups[key.group], shape)
-        return self._found[asked]
 
 
 @dataclass(frozen=True, kw_only=True)

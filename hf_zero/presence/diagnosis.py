@@ -13,7 +13,7 @@ from .arrivals import RankProcess, in_words
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 
 _LISTED = 8
-_FOR_WANT_OF = " failed while waiting for "
+_WHILE_WAITING = " failed while waiting for "
 _DETAILED = 2
 """Number of ranks whose stacks are shown."""
 
@@ -230,7 +230,7 @@ class StragglerReport:
     def came_late(self) -> bool:
         """Whether other ranks gave up waiting for this rank, in a collective reached by this rank afterwards."""
         gave_up = (
-            each.words is not None and _FOR_WANT_OF in each.words and self.rank in each.culprits
+            each.words is not None and _WHILE_WAITING in each.words and self.rank in each.culprits
             for each in self.rank_reports.values()
         )
         return not self.others_apart and any(gave_up)
@@ -241,7 +241,7 @@ class StragglerReport:
         culprits, at = self.culprits, in_brackets(self.wait.holds, self.place, self.line)
         if culprits == [self.rank]:
             return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"
-        failed = f"{_FOR_WANT_OF}{_ranks(culprits)}" if culprits else " failed"
+        failed = f"{_WHILE_WAITING}{_ranks(culprits)}" if culprits else " failed"
         return f"the {self.wait.what}{failed}: rank {self.rank} had waited {self.wait.seconds:.0f} s{at}"
 
     @property

@@ -169,7 +169,7 @@ class AgreedOrder:
         heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
         if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
             raise RuntimeError(
-                "hf_zero: a rank ran a layer by itself after other ranks had stepped, so layers were gathered from two steps. "
+                "hf_zero: one rank ran a layer after other ranks had stepped, so layers were gathered from two steps. "
                 "Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
             )
         self.starts.hear(bytes(heard[3 * count : -8]))

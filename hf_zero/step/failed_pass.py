@@ -66,7 +66,7 @@ class FailedPass:
             else f"and these could not be reduced: {str(why) or type(why).__name__}"
         )
         self.error = RuntimeError(
-            f"hf_zero: the last backward ended with an error{where} after some of its gradients had arrived, {reason}. End the "
+            f"hf_zero: the last backward ended with an error{where} after some gradients had arrived, {reason}. End the "
             "run and resume it from a checkpoint."
         )
 
