@@ -22,6 +22,9 @@ LARGE_SHAPE = (128, 96)
 """Shape of a parameter that optimizers with state in blocks treat as large: a multiple of the usual block of 256 elements, and
 above the usual limit of 4096 elements for state in blocks."""
 
+_MOST_TRIED = 128
+"""Largest dimension of a parameter on the host whose matrix products are counted."""
+
 _OF_THE_DEVICE = ("capturable", "fused")
 """Settings that a step on the host may refuse, and that do not change the kinds of state."""
 
@@ -104,18 +107,31 @@ def _step_double(
 def product_flops(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Counts the floating-point operations of the matrix products in a step of one parameter (Muon's orthogonalization).
 
-    The trial step is on the meta device, so it needs no memory. Returns 0 if the optimizer cannot step there.
+    The trial step is on the meta device, so it needs no memory. If the optimizer reads values in its step, a parameter with at
+    most `_MOST_TRIED` elements per dimension takes the step on the host. Its operations are scaled by the third power of the
+    ratio of the dimensions, because each product has three of them. Returns 0 if the optimizer cannot step there either.
     """
+    settings, shape = _for_host(settings), tuple(shape)
+    try:
+        return _flops_of_step(optimizer, settings, torch.empty(shape, device="meta"))
+    except Exception:
+        # The step reads values, such as a norm, which do not exist on the meta device.
+        ratio = max(1.0, max(shape, default=1) / _MOST_TRIED)
+    try:
+        tried = _flops_of_step(optimizer, settings, torch.zeros([max(1, round(size / ratio)) for size in shape]))
+    except Exception:
+        # As in `try_step`: no trial step is possible.
+        return 0
+    return round(tried * ratio**3)
+
+
+def _flops_of_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], values: torch.Tensor) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    parameter = nn.Parameter(torch.empty(tuple(shape), device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    try:
-        with FlopCounterMode(display=False) as counter:
-            _step_double(optimizer, _for_host(settings), parameter)
-    except Exception:
-        # A step that reads values, such as a norm, is impossible without memory.
-        return 0
+    parameter = nn.Parameter(values)
+    parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        _step_double(optimizer, settings, parameter)
     return counter.get_total_flops()
 
 

@@ -197,6 +197,8 @@ def measure_rounds(
         stations[name].visit(steps)
     for station in stations.values():
         station.close()
+    # Otherwise nanobind would report frozen objects as leaks at the exit.
+    gc.unfreeze()
     return {name: station.figures() for name, station in stations.items()}
 
 

@@ -26,6 +26,7 @@ from hf_zero.buckets.rows import PACKING_BYTES, SIGNED, UNSIGNED, dequantize_dyn
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.forecast.peak import Activations
 from hf_zero.integrations.announce import ddp_state, state_plan
+from hf_zero.optimizer.trial_step import product_flops
 from hf_zero.planner.batches import batch_of
 from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
 from hf_zero.planner.layouts import _work as work_of
@@ -461,6 +462,28 @@ def test_the_matrix_products_of_a_step_are_planned_as_the_optimizer_computes_the
     assert work.step_flops == flops / 2
     work, _ = work_of_a_step(ZeroConfig(stage=2), lambda model: [torch.optim.AdamW(model.parameters())])
     assert work.step_flops == work.host_step_flops == 0
+
+
+class ReadsItsNorm(torch.optim.Optimizer):
+    """A step with matrix products, which reads a value first."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad.norm().item() > 0:
+                parameter -= self.param_groups[0]["lr"] * (parameter.grad @ parameter.grad.T) @ parameter.grad
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (512, 256), (384, 1024)])
+def test_the_products_of_a_step_that_reads_values_are_counted_on_a_smaller_matrix(shape):
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = ReadsItsNorm([parameter])
+    rows, columns = shape
+    # Two products, with a multiplication and an addition for each of their terms.
+    assert product_flops(optimizer, optimizer.param_groups[0], shape) == 2 * 2 * rows * rows * columns
 
 
 def test_matrix_products_on_the_host_take_their_time():
