@@ -153,7 +153,7 @@ def start_alike(model: nn.Module, device: torch.device, transport: Transport) ->
         if id(held) not in moved:
             # Keep the old tensor, so no new tensor gets its id.
             moved[id(held)] = held, held.to(device)
-            transport.broadcast(moved[id(held)][1], Label(kind="broadcast parameters", subject="the model"))
+            transport.broadcast(moved[id(held)][1], Label(kind="broadcast of parameters", subject="the model"))
         setattr(holder, name, moved[id(held)][1])
 
 

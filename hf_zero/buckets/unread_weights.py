@@ -62,7 +62,7 @@ def take_rank_0s(parameter: nn.Parameter, device: torch.device, transport: Trans
         # Contiguous, because a collective sends memory in its order, and a rank with different strides would get permuted
         # values.
         values = parameter.detach().to(device).contiguous()
-        transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
+        transport.broadcast(values, Label(kind="broadcast of parameters", subject="the model"))
         # If the address is the same, nothing was copied, and the broadcast has written to the parameter's own memory.
         if values.data_ptr() != parameter.data_ptr():
             parameter.data = values

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from ..comm.choice import choose_transport
 from ..comm.collective import all_gather_flat
-from ..comm.groups import Groups, own_group
+from ..comm.groups import Groups
 from ..comm.model_copies import ModelCopies
+from ..comm.own_groups import own_group
 from ..comm.transport import Transport
 from ..comm.waits import Label
 from ..config import CommConfig

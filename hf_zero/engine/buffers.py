@@ -25,7 +25,7 @@ from ..comm.transport import Transport
 from ..comm.waits import Label
 from .models import named_models_in
 
-_LABEL = Label(kind="broadcast buffers", subject="the model")
+_LABEL = Label(kind="broadcast of buffers", subject="the model")
 
 
 def ignored_by_ddp(model: nn.Module) -> frozenset[str]:

@@ -326,7 +326,7 @@ class ZeroEngine:
                 # Parameters stored whole on each rank. Sharded ones are sent at the end of `sharded.gathered`.
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.mesh.group_of(parameter).all_transport
-                    transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
+                    transport.broadcast(parameter.data, Label(kind="broadcast of edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
                     # Compare values, not versions: the broadcast leaves version counters alone on ranks that wrote nothing.
                     with parts.storage.fetched_master(bucket):

@@ -100,7 +100,7 @@ class CommReport:
         return sum(row.bytes_sent for row in self.rows)
 
     def bytes_by_verb(self) -> dict[str, int]:
-        """Bytes sent by collective: the first word of the kind ("reduce-scatter gradients")."""
+        """Bytes sent by collective: the first word of the kind ("reduce-scatter of gradients")."""
         sums: dict[str, int] = {}
         for row in self.rows:
             verb = row.kind.split(" ")[0]

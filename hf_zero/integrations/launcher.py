@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.groups import interfaces
+from ..comm.own_groups import interfaces
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import read_yaml, shown
 from ..config.zero import changed

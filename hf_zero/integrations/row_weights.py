@@ -77,7 +77,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
     engine.state.share_weights()
     for name in others:
         transport = engine.state.group_of(tensors[name]).all_transport
-        transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
+        transport.broadcast(tensors[name].detach(), Label(kind="broadcast of loaded values", subject=name))
 
 
 def names_in(

@@ -265,7 +265,7 @@ SEAMS = (
     Seam(
         owner="torch.distributed.distributed_c10d:",
         names=("_process_group_name",),
-        where=("comm/groups",),
+        where=("comm/own_groups",),
         why="A rank creates only its own groups, and `new_group` would name them by the rank's number of groups, which may "
         "differ.",
         test="test_comm.py::test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once",
@@ -287,7 +287,7 @@ SEAMS = (
     Seam(
         owner="torch.distributed:ProcessGroupNCCL.Options",
         names=("_timeout",),
-        where=("comm/groups",),
+        where=("comm/own_groups",),
         why="Without the time limit in its options, `new_group` warns.",
         test="test_comm.py::test_nccl_is_asked_for_a_stream_of_high_priority",
     ),

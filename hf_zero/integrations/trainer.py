@@ -26,7 +26,7 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.origin import is_foreign
 from ..checkpoint.torch_files import load_tensors
 from ..comm.all_or_none import exchange_between_ranks
-from ..comm.groups import set_limit
+from ..comm.own_groups import set_limit
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import is_dtensor
 from ..extras import extra

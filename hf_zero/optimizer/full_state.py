@@ -96,7 +96,7 @@ def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | No
     own = flat[groups.shard_rank * numel : (groups.shard_rank + 1) * numel]
     if mine is not None:
         own[: mine.numel()].copy_(mine.reshape(-1))
-    bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+    bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather of values", subject=slot.name)).finish()
     whole = torch.empty(slot.interval.numel, dtype=dtype, device=bucket.device)
     for part, sent in zip(parts, flat.view(groups.shard_size, numel)):
         if part is not None:

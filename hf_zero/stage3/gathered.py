@@ -156,7 +156,7 @@ def _gather_one(slot: ParameterSlot) -> torch.Tensor:
     """Gathers the exact values of only one parameter from the shards. Collective in the shard group."""
     bucket = slot.bucket
     values = torch.empty(slot.view.shape, dtype=bucket.precision.kept, device=bucket.device)
-    label = Label(kind="broadcast a part of one parameter", subject=slot.name)
+    label = Label(kind="broadcast of a part", subject=slot.name)
     for rank in range(bucket.group.groups.shard_size):
         common = slot.interval.intersect(bucket.layout.shard(rank))
         if common is None:
@@ -395,7 +395,7 @@ class GatheredParameters:
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for bucket in unit.buckets:
-                label = Label(kind="broadcast edits", subject=bucket.name)
+                label = Label(kind="broadcast of edits", subject=bucket.name)
                 # Send the whole bucket, because the other ranks do not know the parameters edited on rank 0.
                 bucket.group.all_transport.broadcast(bucket.memory.shown, label)
             # After the broadcast, because each rank keeps its shard of rank 0's values.

@@ -65,5 +65,5 @@ class BackwardGather(Gather):
         part = self._forward.kept.get(bucket)
         if part is None:
             return self._forward.start(bucket)
-        label = bucket.labels["all-gather parameters in the node"]
+        label = bucket.labels["all-gather of parameters in the node"]
         return start_all_gather(bucket, bucket.flat, part, label, among=self._forward.node)

@@ -12,7 +12,7 @@ from ..comm.groups import RankGroup
 from ..comm.transport import Handle
 from ..comm.waits import Label
 
-GATHER = "all-gather parameters"
+GATHER = "all-gather of parameters"
 
 
 def start_all_gather(

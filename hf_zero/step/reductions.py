@@ -21,7 +21,7 @@ class Reduction:
     """
 
     def __init__(self, of: str = "gradients"):
-        self._kind = f"reduce-scatter {of}"
+        self._kind = f"reduce-scatter of {of}"
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         """Starts the sum of `flat` (numel,) over the ranks, and writes this rank's shard of the sum to `out` (shard_numel,).
@@ -59,7 +59,7 @@ class ReplicatedReduction(Reduction):
     """An all-reduce, for buckets whose parameters every rank steps; `out` may be `flat` itself."""
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label, transport = bucket.labels["all-reduce gradients"], bucket.group.transport
+        label, transport = bucket.labels["all-reduce of gradients"], bucket.group.transport
         handle = transport.start_all_reduce(flat, label)
         if out.data_ptr() == flat.data_ptr():
             return handle
@@ -95,7 +95,7 @@ class HybridReduction(Reduction):
         self._within = within
         self._order = order
         self._queue = queue
-        self._kind = f"all-reduce {of}"
+        self._kind = f"all-reduce of {of}"
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         label, transport = bucket.labels[self._kind], bucket.group.transport

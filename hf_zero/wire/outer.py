@@ -70,14 +70,14 @@ class Anchor:
             flat[:numel].copy_(bucket.master)
         flat[numel:].zero_()
         mean = torch.empty(self.values.numel(), dtype=self.values.dtype, device=bucket.device)
-        label = bucket.labels["reduce-scatter models"]
+        label = bucket.labels["reduce-scatter of models"]
         models = transport.start_reduce_scatter(flat, mean, label, among=among)
         yield
         # The sum must be complete before the anchor moves.
         models.finish()
         self._move(mean.div_(among.size))
         own = flat.chunk(among.size)[among.index].copy_(self.values.data)
-        anchors = transport.start_all_gather(flat, own, bucket.labels["all-gather models"], among=among)
+        anchors = transport.start_all_gather(flat, own, bucket.labels["all-gather of models"], among=among)
         yield
         anchors.finish()
         with self._at_hand(bucket):

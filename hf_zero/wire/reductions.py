@@ -41,7 +41,7 @@ class Route:
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         """See `Reduction.start`."""
-        label, group, unsent = bucket.labels["reduce-scatter gradients"], bucket.group, self._unsent.of(bucket)
+        label, group, unsent = bucket.labels["reduce-scatter of gradients"], bucket.group, self._unsent.of(bucket)
         return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
 
 
@@ -78,7 +78,7 @@ class BetweenGroups(Route):
         transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
         part = out.view(group.size, -1)[group.index]
         scattered, gathered = (
-            bucket.labels[f"{verb} shards of gradients"] for verb in ("reduce-scatter", "all-gather")
+            bucket.labels[f"{verb} of shards of gradients"] for verb in ("reduce-scatter", "all-gather")
         )
         steps = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
@@ -187,7 +187,7 @@ class QuantizedReduction(Reduction):
             handle.finish()
             sampling.norms = (torch.linalg.vector_norm(out.float() - exact), torch.linalg.vector_norm(exact))
 
-        return Handle(bucket.labels["reduce-scatter gradients"], transport.ledger, complete)
+        return Handle(bucket.labels["reduce-scatter of gradients"], transport.ledger, complete)
 
     def end_pass(self) -> None:
         for group, sampling in self._samplings.items():

@@ -28,7 +28,7 @@ MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2
 SITES_A_STEP = 8
 """Number of times per step that the part of training is noted."""
-_LABEL = Label(kind="all-gather parameters", subject="bucket 0")
+_LABEL = Label(kind="all-gather of parameters", subject="bucket 0")
 _TURNS = 9
 
 

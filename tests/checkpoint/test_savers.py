@@ -272,7 +272,7 @@ def forked(script: Path, *arguments: object, caches: Path) -> subprocess.Complet
         slow(
             launch,
             "forward",
-            r"rank 1 has finished its script(.|\n)*all-gather parameters of bucket \d failed",
+            r"rank 1 has finished its script(.|\n)*all-gather of parameters of bucket \d failed",
         ),
     ],
 )

@@ -34,12 +34,13 @@ from training import gpt2, gpt2_batch
 from hf_zero.arithmetic.sums import sum_in_rank_order, sum_of_squares
 from hf_zero.checkpoint.faults import CheckpointError
 from hf_zero.checkpoint.on_all_ranks import done_on_all_ranks
-from hf_zero.comm import groups as own_groups
+from hf_zero.comm import own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
 from hf_zero.comm.collective import CollectiveTransport
 from hf_zero.comm.control import Control, GatherOrder, rounds
-from hf_zero.comm.groups import Groups, RankGroup, urgent_options
+from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.own_groups import urgent_options
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.steps_in_order import StepsInOrder
 from hf_zero.comm.transport import Handle
@@ -55,7 +56,7 @@ from hf_zero.presence.watched_barrier import hold_barrier
 from hf_zero.queues import SideQueue, queue_end
 
 pytestmark = pytest.mark.timeout(120)
-LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
+LABEL = Label(kind="reduce-scatter of gradients", subject="bucket 0")
 
 
 @given(st.integers(1, 5), st.integers(0, 300), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 4))
@@ -216,7 +217,7 @@ def one_rank_stays_away(rank: int, world_size: int) -> None:
         # Until the end of rank 0 ends it.
         time.sleep(100)
         return
-    with pytest.raises(CommunicationError, match=r"reduce-scatter gradients of bucket|agreement on used parameters"):
+    with pytest.raises(CommunicationError, match=r"reduce-scatter of gradients of bucket|agreement on used parameters"):
         model(**gpt2_batch(torch.Generator(), 1)).loss.backward()
     raise LookupError("rank 0 was told")
 
@@ -376,7 +377,7 @@ def test_every_rank_starts_from_rank_0s_parameters(stage):
 def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing(rank, world_size):
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     transport = PointToPointTransport(groups, 30)
-    label = Label(kind="all-gather parameters", subject="bucket 0")
+    label = Label(kind="all-gather of parameters", subject="bucket 0")
     flat = torch.zeros(2 << 18)
     own = flat.chunk(2)[rank].fill_(rank + 1)
     if rank == 1:
@@ -396,7 +397,7 @@ def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing(
 def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_their_next_agreement(rank, world_size):
     groups = Groups.create(stage=3, device_type="cpu", comm=CommConfig())
     transport = CollectiveTransport(groups)
-    labels = [Label(kind="all-gather parameters", subject=f"bucket {number}") for number in range(2)]
+    labels = [Label(kind="all-gather of parameters", subject=f"bucket {number}") for number in range(2)]
     flat = torch.zeros(64)
     own = flat.chunk(world_size)[rank]
     for label in labels:
@@ -411,7 +412,7 @@ def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_the
 @on_ranks(2)
 def test_a_gather_repeated_in_each_step_is_sent_counted_and_ordered_as_one_that_is_not(rank, world_size):
     groups = Groups.create(stage=3, device_type="cpu", comm=CommConfig())
-    label = Label(kind="all-gather parameters", subject="bucket 0")
+    label = Label(kind="all-gather of parameters", subject="bucket 0")
     found, checked = [], []
     wire = SimpleNamespace(over=lambda label, *_tensors, **_options: checked.append(label) or (lambda wait: wait))
     for is_prepared in (False, True):
@@ -796,7 +797,7 @@ def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too(rank, 
         for call in all_collectives(link):
             with pytest.raises(
                 CommunicationError,
-                match=r"reduce-scatter gradients of bucket 0 failed while waiting for rank 1: .*\n  rank 1 .*has ended",
+                match=r"reduce-scatter of gradients of bucket 0 failed while waiting for rank 1: .*\n  rank 1 .*has ended",
             ):
                 call()
         with pytest.raises(CommunicationError, match=r"exchange of a few values failed while waiting for rank 1"):

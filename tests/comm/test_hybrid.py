@@ -108,21 +108,21 @@ def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
         print(
             f"{title}, groups: {between} bytes between nodes a step and rank, {between / formula:.4f} of the formula's"
         )
-        assert sent["all-reduce shards of gradients"] == (formula, formula)
-        assert sent["reduce-scatter gradients"] == (4 * numel * (size - 1) // size, 0)
-        assert sent["all-gather parameters"][0] >= 4 * numel * (size - 1) // size
-        assert sent["all-gather parameters"][1] == 0
+        assert sent["all-reduce of shards of gradients"] == (formula, formula)
+        assert sent["reduce-scatter of gradients"] == (4 * numel * (size - 1) // size, 0)
+        assert sent["all-gather of parameters"][0] >= 4 * numel * (size - 1) // size
+        assert sent["all-gather of parameters"][1] == 0
         assert between <= formula + 1000
     arguments = {"stage": stage, "comm": {"node_size": size}}
     for sent, numel in run_on_ranks(counts, world_size=world_size, **arguments):
         # One group: of W - 1 peers W - S are elsewhere.
         peers, elsewhere = world_size - 1, world_size - size
         print(f"{title}, one group: {sum(each for _, each in sent.values())} bytes between nodes a step and rank")
-        assert sent["reduce-scatter gradients"] == (
+        assert sent["reduce-scatter of gradients"] == (
             4 * numel * peers // world_size,
             4 * numel * elsewhere // world_size,
         )
-        assert sent["all-gather parameters"][1] * peers == sent["all-gather parameters"][0] * elsewhere
+        assert sent["all-gather of parameters"][1] * peers == sent["all-gather of parameters"][0] * elsewhere
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def steps_with_secondary_shards(rank: int, world_size: int, size: int, wires: li
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = ZeroEngine(model, [optimizer], setting(3, near))
     layers = [bucket for unit in engine.sharded.schedule.units[1:] for bucket in unit.buckets]
-    kind, inside = "all-gather parameters", "all-gather parameters in the node"
+    kind, inside = "all-gather of parameters", "all-gather of parameters in the node"
     moved, ended = [], 0
     for step in range(3):
         loss = model(**gpt2_batch(torch.Generator().manual_seed(step), 2)).loss
@@ -291,10 +291,10 @@ def test_quantized_bytes_between_nodes_are_what_the_formula_says():
     for sent, numel in run_on_ranks(counts, world_size=4, stage=2, comm=hybrid(2, gradients="int8")):
         # Codes and a float32 scale for each 256. Two groups of two: half of the bucket inside, then twice half of the shard.
         nbytes = numel + 4 * numel // 256
-        assert sent["reduce-scatter gradients"] == (nbytes // 2, 0)
-        assert sent["reduce-scatter shards of gradients"] == (nbytes // 4, nbytes // 4)
-        assert sent["all-gather shards of gradients"] == (nbytes // 4, nbytes // 4)
-        assert "all-reduce shards of gradients" not in sent or sent["all-reduce shards of gradients"] == (0, 0)
+        assert sent["reduce-scatter of gradients"] == (nbytes // 2, 0)
+        assert sent["reduce-scatter of shards of gradients"] == (nbytes // 4, nbytes // 4)
+        assert sent["all-gather of shards of gradients"] == (nbytes // 4, nbytes // 4)
+        assert "all-reduce of shards of gradients" not in sent or sent["all-reduce of shards of gradients"] == (0, 0)
 
 
 def quantized_saves_and_resumes(rank: int, world_size: int, folder: str, stage: int) -> None:

@@ -23,8 +23,8 @@ from hf_zero.arithmetic.sums import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.buckets.flat_views import FlatViews
 from hf_zero.buckets.sharded_parameter import ShardedParameter
 from hf_zero.comm.control import Control
-from hf_zero.comm.groups import receiving_threads
 from hf_zero.comm.ledger import CommRow, Ledger
+from hf_zero.comm.own_groups import receiving_threads
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.waits import Label
 from hf_zero.config import ZeroConfig
@@ -34,7 +34,7 @@ from hf_zero.queues import Moment, clock
 
 pytestmark = pytest.mark.timeout(120)
 GATHER, REDUCE = (
-    Label(kind=kind, subject="bucket 0") for kind in ("all-gather parameters", "reduce-scatter gradients")
+    Label(kind=kind, subject="bucket 0") for kind in ("all-gather of parameters", "reduce-scatter of gradients")
 )
 
 
@@ -237,7 +237,7 @@ def test_accelerator_profile_writes_its_traces(rank, world_size, stage, tmp_path
     trace = json.loads(Path(folder, "0", f"profile_{rank}.json").read_text())
     accelerator.free_memory()
     names = sorted({event.get("name", "") for event in trace["traceEvents"]})
-    assert any(name.startswith("hf_zero: start all-gather parameters") for name in names)
+    assert any(name.startswith("hf_zero: start all-gather of parameters") for name in names)
 
 
 # ---- what a steady step asks of the host ----

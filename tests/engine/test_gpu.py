@@ -293,7 +293,7 @@ def test_closing_gives_memory_back():
 def test_a_wait_is_counted_by_the_devices_own_clock():
     device = torch.device("cuda")
     ledger = Ledger(clock(device))
-    label = Label(kind="all-gather parameters", subject="bucket 0")
+    label = Label(kind="all-gather of parameters", subject="bucket 0")
     ledger.count(label, 1, 0)
     torch.cuda.synchronize()
     Handle(label, ledger, lambda: torch.cuda._sleep(200_000_000)).finish()

@@ -65,7 +65,7 @@ def trained(rank: int, world_size: int, folder: str, dtype: torch.dtype, with_in
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert ("broadcast parameters" in {row.kind for row in engine.comm_report().rows}) is not with_init
+    assert ("broadcast of parameters" in {row.kind for row in engine.comm_report().rows}) is not with_init
     tensors = {name: value.float().numpy().copy() for name, value in model.state_dict().items()}
     return {"losses": losses, "tensors": tensors, "dtypes": {str(p.dtype) for p in model.parameters()}}
 

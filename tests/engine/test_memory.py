@@ -469,4 +469,4 @@ def test_an_accelerator_gathers_and_reduces_a_layer_at_a_time():
     found = measured("gpt2-xl", "bfloat16", 8, 3, layers=6)
     # Of each layer and of what is behind them matrices and the rest, which are in two groups; of the root its embeddings.
     assert len(found.bucket_sizes) <= 2 * 6 + 1 + 2
-    assert len(found.collectives["reduce-scatter gradients"]) == len(found.bucket_sizes)
+    assert len(found.collectives["reduce-scatter of gradients"]) == len(found.bucket_sizes)

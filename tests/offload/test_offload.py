@@ -231,7 +231,7 @@ def sends(rank: int, world_size: int, settings: dict | None, writes: str) -> Sen
     if engine is None:
         return Sends(losses=losses, steps=[], gathers=[], buckets=[])
     ended = [each for each in engine.transport.watch.log.entries if (each[STEP], each[SITE]) == (2, "optimizer step")]
-    gathers = [(each[LABEL].channel, each[STARTED]) for each in ended if each[LABEL].kind == "all-gather parameters"]
+    gathers = [(each[LABEL].channel, each[STARTED]) for each in ended if each[LABEL].kind == "all-gather of parameters"]
     of_ranks = engine.transport.exchange([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, of_ranks[0], of_ranks[1]))
     assert all(torch.equal(bucket.own, bucket.master) for bucket in engine.buckets)

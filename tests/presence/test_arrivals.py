@@ -22,7 +22,7 @@ from faulty_ranks import Namespaces, why_no_namespaces
 from shared_ranks import on_ranks, run_on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_zero.comm import groups as own_groups
+from hf_zero.comm import own_groups
 from hf_zero.comm.groups import Groups, with_time_limits
 from hf_zero.comm.waits import Wait
 from hf_zero.config import CommConfig

@@ -51,8 +51,8 @@ from hf_zero.step.parameter_gather import ParameterGather
 
 pytestmark = pytest.mark.timeout(120)
 
-GATHER = Label(kind="all-gather parameters", subject="bucket 7", holds="bert.encoder.layer.7")
-REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.encoder.layer.9")
+GATHER = Label(kind="all-gather of parameters", subject="bucket 7", holds="bert.encoder.layer.7")
+REDUCE = Label(kind="reduce-scatter of gradients", subject="bucket 4", holds="bert.encoder.layer.9")
 
 RUNS = {
     "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
@@ -132,7 +132,7 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
     told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
     assert "rank 0 waits in the call of accelerator.save_state (save, step 3)" in told
     assert re.search(
-        r"rank 1 waits in the (all-reduce|reduce-scatter) gradients of bucket 0 \(.*backward, step 3\)", told
+        r"rank 1 waits in the (all-reduce|reduce-scatter) of gradients of bucket 0 \(.*backward, step 3\)", told
     )
 
 
@@ -278,8 +278,8 @@ def test_one_line_says_which_ranks_wait_where():
         )
     )
     assert (
-        "ranks 0-2 wait in the reduce-scatter gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
-        "rank 3 waits in the all-gather parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
+        "ranks 0-2 wait in the reduce-scatter of gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
+        "rank 3 waits in the all-gather of parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
     ) in told
 
 
@@ -503,7 +503,7 @@ def test_a_wait_that_a_watchdog_has_seen_is_the_one_that_fails():
         seen.extend([watch.longest, watch.longest])
         raise RuntimeError("connection closed by peer")
 
-    with pytest.raises(CommunicationError, match=r"all-gather parameters .* failed: connection"):
+    with pytest.raises(CommunicationError, match=r"all-gather of parameters .* failed: connection"):
         watch.during(GATHER, watch.during, REDUCE, watch.during, GATHER, fail)
     assert watch.longest is None
     assert seen[0] is seen[1] is not None and seen[0].what is GATHER
@@ -526,7 +526,7 @@ def test_the_log_holds_the_last_collectives_with_their_place_and_says_which_have
     lines = log.last_lines()
     assert len(log.entries) == 256 and len(lines) == 6
     assert lines[0].startswith(
-        "all-gather parameters of bucket 7 (bert.encoder.layer.7), 100 bytes sent, forward, step 295: ended"
+        "all-gather of parameters of bucket 7 (bert.encoder.layer.7), 100 bytes sent, forward, step 295: ended"
     )
     assert "2,000 bytes sent, backward, step 299: still running after" in lines[-1]
 
@@ -798,7 +798,7 @@ def test_a_bit_that_flips_between_an_update_and_its_gather_is_found(settings):
 
 
 QUANTIZED = {"param_dtype": "bfloat16", "comm": {"weights": "int8", "gradients": "int8"}}
-REDUCED, GATHERED = "reduce-scatter gradients", "all-gather parameters"
+REDUCED, GATHERED = "reduce-scatter of gradients", "all-gather of parameters"
 # Settings, whether the backend's own collectives are used, and the kinds of messages that are noted.
 WIRES: dict[str, tuple[dict, bool, list[str]]] = {
     "stage 2": ({"stage": 2}, False, [REDUCED]),

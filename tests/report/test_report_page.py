@@ -36,10 +36,10 @@ def log_of(steps: int = 40, *, first: int = 1, ends: bool = True, **changed: Any
         lines.append({"kind": "log", "step": step, "values": {"loss": 4 / step, "grad_norm": 1.0}})
     rows = [["parameters", 400, 400, "device"], ["gradients", 200, 400, "device"]]
     lines.append({"kind": "memory", "step": steps, "rows": rows, "peak_bytes": 2**20})
-    lines.append({"kind": "comm", "step": steps, "rows": [["reduce-scatter gradients", 80, 8000, 0, 0.4, 0.8]]})
+    lines.append({"kind": "comm", "step": steps, "rows": [["reduce-scatter of gradients", 80, 8000, 0, 0.4, 0.8]]})
     if steps >= 5:
         phases = [["between steps", 0, 0.01], ["forward", 0.01, 0.03], ["backward", 0.03, 0.1]]
-        spans = {"under_way": [["reduce-scatter gradients", 0.04, 0.08]], "waits": [["all-gather", 0.08, 0.09]]}
+        spans = {"under_way": [["reduce-scatter of gradients", 0.04, 0.08]], "waits": [["all-gather", 0.08, 0.09]]}
         lines.append({"kind": "trace", "step": 5, "seconds": 0.1, "phases": phases, **spans})
     lines.append({"kind": "stall", "step": steps, "seconds": 0.5, "what": "save"})
     return [*lines, {"kind": "end", "step": steps, "how": "finished"}] if ends else lines
@@ -126,7 +126,7 @@ def test_every_figure_has_its_lines_values(folder):
     [memory] = sections["memory"].body
     assert [(bar.value, bar.planned, bar.other) for bar in memory.rows] == [(400, 400, 400), (200, 200, 400)]
     [sent] = sections["communication"].body
-    assert sent.rows == (("reduce-scatter gradients", "2", "200 B", "10.0 ms"),)
+    assert sent.rows == (("reduce-scatter of gradients", "2", "200 B", "10.0 ms"),)
     assert "80 % of the communication overlapped" in sections["timeline"].sentence
 
 

@@ -53,7 +53,7 @@ def test_one_step_is_followed_span_by_span(trained):
     starts, ends = [start for _, start, _ in trace["phases"]], [end for *_, end in trace["phases"]]
     assert starts[1:] == ends[:-1] and ends[-1] == trace["seconds"]
     kinds = {kind for kind, *_ in trace["under_way"]}
-    assert {"all-gather parameters", "reduce-scatter gradients"} <= kinds
+    assert {"all-gather of parameters", "reduce-scatter of gradients"} <= kinds
     assert all(0 <= start < end <= trace["seconds"] for _, start, end in trace["under_way"] + trace["waits"])
 
 

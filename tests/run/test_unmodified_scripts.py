@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
-from hf_zero.comm.groups import interfaces
+from hf_zero.comm.own_groups import interfaces
 from hf_zero.device import ACCELERATORS
 from hf_zero.integrations import launcher
 from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call

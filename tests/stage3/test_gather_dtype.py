@@ -195,7 +195,7 @@ def test_no_cast_weights_live_between_forward_and_backward_and_half_the_bytes_tr
     )
     assert autocast["casts"] == 2 * autocast["matrices"]
     assert gathered["casts"] == 0
-    for kind in ("all-gather parameters", "reduce-scatter gradients"):
+    for kind in ("all-gather of parameters", "reduce-scatter of gradients"):
         assert gathered[kind] * 2 == autocast[kind] > 0, kind
     # One float32 copy over the ranks, and no other.
     assert gathered["parameters"] == autocast["parameters"]

@@ -310,7 +310,7 @@ def test_events_are_used_again_when_their_times_have_been_read(rank, world_size,
     standin_device.register(library)
     events = count_events(torch.get_device_module(standin_device.NAME))
     ledger = Ledger(clock(torch.device(standin_device.NAME)))
-    label = Label(kind="all-gather parameters", subject="bucket 0")
+    label = Label(kind="all-gather of parameters", subject="bucket 0")
     for _ in range(20):
         ledger.count(label, 1, 0)
         Handle(label, ledger, lambda: None).finish()

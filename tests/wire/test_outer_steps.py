@@ -284,9 +284,9 @@ def test_bytes_travel_in_outer_steps_only():
     for quiet, with_outer, numel, held in run_ranks(counts, world_size=2, time_limit_s=60):
         assert sum(quiet.values()) == 0, quiet
         # (R-1)/R of the model each way, once in SYNC_EVERY steps: an all-reduce of gradients sends as much in every step.
-        assert with_outer["reduce-scatter models"] == with_outer["all-gather models"]
-        assert 4 * numel // 2 <= with_outer["all-gather models"] <= 4 * numel // 2 + 4 * 20
-        assert sum(with_outer.values()) == 2 * with_outer["all-gather models"]
+        assert with_outer["reduce-scatter of models"] == with_outer["all-gather of models"]
+        assert 4 * numel // 2 <= with_outer["all-gather of models"] <= 4 * numel // 2 + 4 * 20
+        assert sum(with_outer.values()) == 2 * with_outer["all-gather of models"]
         # Anchor and momentum of half of the model each.
         assert 2 * 4 * numel // 2 <= held <= 2 * 4 * numel // 2 + 2 * 4 * 20
 

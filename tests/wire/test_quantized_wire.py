@@ -34,7 +34,7 @@ from hf_zero.wire.quantize import BlockFormat, round_to_blocks
 pytestmark = pytest.mark.timeout(180)
 
 BOTH = {"gradients": "int8", "weights": "int8"}
-LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
+LABEL = Label(kind="reduce-scatter of gradients", subject="bucket 0")
 
 
 def rounded(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
