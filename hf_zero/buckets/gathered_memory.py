@@ -46,6 +46,7 @@ class GatheredMemory(ParameterMemory):
         edits_last: whether the shard is a part of `flat`, so that edits of `flat` change the shard at once.
         casts: whether the shard has another dtype than `flat`.
         is_fetched: whether the shard is offloaded.
+        absent: a scalar with the mark. Hidden parameters are views of it.
     """
 
     is_fetched = False
@@ -75,7 +76,7 @@ class GatheredMemory(ParameterMemory):
         self._own_of_flat = self.flat[shard.start : shard.stop]
         self._mark = _mark_of(dtype)
         self._marks_by_nan, self._is_on_host = self._mark != self._mark, self.flat.device.type == "cpu"
-        self._absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
+        self.absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
 
@@ -167,14 +168,12 @@ class GatheredMemory(ParameterMemory):
         self.is_readable = False
         self.shown = self.flat
         self._reservation.release()
-        # `p.data.zero_()` on an absent parameter may have changed its mark to 0.
-        self._absent.fill_(self._mark)
 
     def was_written(self) -> bool:
         """Whether absent parameters were written to. Only known on the host, because a check would stop a device's queue."""
         if self.is_readable or not self._is_on_host:
             return False
-        found = self._absent.item()
+        found = self.absent.item()
         # `x == x` is False for NaN, so this tests "no longer NaN".
         return found == found if self._marks_by_nan else found != self._mark
 
@@ -205,7 +204,7 @@ class GatheredMemory(ParameterMemory):
                 set_all(parameters, "data", places)
                 show_all(parameters)
                 return
-            absences = [self._absent.expand(place.shape) for place in places]
+            absences = [self.absent.expand(place.shape) for place in places]
             set_all(parameters, "data", absences)
             show_all(parameters)
             hide_all(parameters)
@@ -213,7 +212,7 @@ class GatheredMemory(ParameterMemory):
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         # Show the values first, because a guarded parameter refuses new data, even from the engine.
         show_values(parameter)
-        values = self._shown_at(place) if self.is_readable else self._absent
+        values = self._shown_at(place) if self.is_readable else self.absent
         values = values if self.read_as is None else values.to(self.read_as)
         parameter.data = values.expand(place.shape)
         if not self.is_readable:
@@ -222,7 +221,7 @@ class GatheredMemory(ParameterMemory):
     def point_at(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Makes a parameter appear in another dtype while not gathered."""
         show_values(parameter)
-        parameter.data = self._absent.to(dtype).expand(parameter.shape)
+        parameter.data = self.absent.to(dtype).expand(parameter.shape)
         hide_values(parameter)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:

@@ -166,10 +166,11 @@ SEAMS = (
         owner="torch:",
         names=(
             "_foreach_add_",
+            "_foreach_copy_",
             "_foreach_mul_",
             "_foreach_norm",
         ),
-        where=("arithmetic", "optimizer", "kernels"),
+        where=("arithmetic", "optimizer", "kernels", "stage3"),
         why="One call for a list of tensors; torch's own optimizers depend on these functions.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),

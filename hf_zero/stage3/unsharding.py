@@ -88,6 +88,10 @@ class Unsharding:
         self._backward_follows = False
         self._keeps_all = False
         self._fetching: list[Unit] = []
+        # Marks of absent values on an accelerator, and copies of them. On the host, each gather checks its mark.
+        absent = [memory.absent for unit in self.units for memory in unit.memories.values()]
+        self._marks = [mark for mark in absent if mark.device.type != "cpu"]
+        self._copies_of_marks = [mark.clone() for mark in self._marks]
         self.peak_bytes = 0
 
     def count_starts(self, starts: CommonStarts, transport: Transport) -> None:
@@ -162,6 +166,7 @@ class Unsharding:
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
+                self._restore_marks()
         elif len(unit.modules) == 1 and not may_be_last:
             # A unit that stays although it was not the last one is dropped when another unit is used. The same holds for units of
             # several layers.
@@ -259,6 +264,7 @@ class Unsharding:
         self._order.count_step()
         self._fetch([])
         self._drop_all()
+        self._restore_marks()
         # Secondary copies inside a node have the values before the step.
         self._wire.forward.forget()
         for unit in self.units if self._fetches else ():
@@ -425,6 +431,11 @@ class Unsharding:
         for unit in kept:
             if unit.is_sharded:
                 unit.free()
+
+    def _restore_marks(self) -> None:
+        """Overwrites writes to absent values by code that bypasses the guards, such as a kernel of the script."""
+        if self._marks:
+            torch._foreach_copy_(self._marks, self._copies_of_marks)
 
     def _refuse_unseen_edits(self) -> None:
         compared = [unit.unseen for unit in self.units if unit.unseen.compared]

@@ -253,7 +253,7 @@ def test_an_edit_of_sharded_codes_is_seen(rank, world_size):
     for dtype in (torch.int8, torch.bool, torch.complex64):
         model, _ = losses_of_coded(rank, dtype, {"stage": 3, "unit_bytes": 0})
         _, slot = engine_attached_to(model).sharded.unit_of[model[1].codes]
-        slot.bucket.memory._absent.zero_()
+        slot.bucket.memory.absent.zero_()
         with pytest.raises(RuntimeError, match="was edited in place while it was sharded"):
             model(torch.randn(4, 16))
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -673,6 +674,28 @@ def test_ranks_run_layers_in_orders_of_their_own_and_none_gets_the_values_of_ano
         monkeypatch.setattr(AgreedOrder, "reach", lambda self, number, wanted=True: None)
         with pytest.raises(CommunicationError, match="gathered parameters in different orders"):
             model(batch, (rank, 1 - rank)).backward()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@on_ranks(2)
+def test_absent_values_read_as_nan_again_after_a_kernel_has_written_to_them(
+    rank, world_size, trains, library, tmp_path
+):
+    """A script's kernel bypasses the guards, and a check of the marks would stop the device's queue."""
+    standin_device.register(library)
+    with standin_device.process_group(rank, world_size, str(tmp_path)):
+        model = Twins().to(own_device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = ZeroEngine(model, [optimizer], {"stage": 3, "unit_modules": ["Linear"]})
+        marks = [unit.memories[slot.bucket].absent for unit, slot in engine.sharded.unit_of.values()]
+        for mark in marks:
+            mark.zero_()
+        with torch.set_grad_enabled(trains):
+            loss = model(torch.ones(2, 8, device=own_device()), (0, 1))
+        if trains:
+            loss.backward()
+            optimizer.step()
+        assert all(math.isnan(mark.item()) for mark in marks)
 
 
 @on_ranks(1)
