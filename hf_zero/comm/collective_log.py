@@ -42,7 +42,7 @@ class CollectiveLog:
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
-        """Names a part of the run outside of training steps, inside the context."""
+        """Sets the part of the run that is logged with collectives inside the context, such as a save."""
         before, self.site = self.site, site
         try:
             yield

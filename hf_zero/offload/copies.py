@@ -31,7 +31,7 @@ class DeviceToHost:
         return ARRIVED
 
     def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
-        """Calls `add` with the values of the 1-D `source`, in the memory of the target of the sum.
+        """Starts a copy of the 1-D `source` to the device of the sum, and passes the copy to `add` when it has arrived.
 
         Args:
             behind: the arrival of the target's previous values.

@@ -302,8 +302,8 @@ class ModuleMethods:
         finally:
             values = {id(value) for value in state_dict.values()}
             for slot, unit in sharded.items():
-                # If the load has not written a parameter (a key of a different shape), its shard stays: this memory is empty. The
-                # same if a parameter is its own value, as torch's DCP helpers fill names that are missing in a state.
+                # Keep the shard if the load has not written the parameter (a key of a different shape), because this memory is
+                # empty. Keep it also if the parameter is loaded from itself: torch's DCP helpers fill in missing names that way.
                 is_written = slot.parameter._version != versions[slot] and id(slot.parameter) not in values
                 unit.store(slot, written=is_written)
 
