@@ -62,12 +62,12 @@ class HostReservation(Reservation):
     page faults cost a fifth of those of small pages.
 
     Args:
-        apart: `own` has separate memory, and all pages are freed.
+        separate_own: `own` has separate memory, and all pages are freed.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, kept: slice, *, apart: bool = False):
+    def __init__(self, numel: int, dtype: torch.dtype, kept: slice, *, separate_own: bool = False):
         size, nbytes = dtype.itemsize, numel * dtype.itemsize
-        own = slice(0, 0) if apart else slice(kept.start * size, kept.stop * size)
+        own = slice(0, 0) if separate_own else slice(kept.start * size, kept.stop * size)
         huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         slack = 2 * _HUGE_PAGE_BYTES if huge else 0
         # At least one page, because the system maps no empty region. The slack is for the offset and the tail, each smaller than
@@ -85,8 +85,8 @@ class HostReservation(Reservation):
             self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
             self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
         self.flat = everything[self._offset : self._offset + nbytes].view(dtype)
-        self.in_place = not apart
-        self.own = allocate(kept.stop - kept.start, dtype, torch.device("cpu")) if apart else self.flat[kept]
+        self.in_place = not separate_own
+        self.own = allocate(kept.stop - kept.start, dtype, torch.device("cpu")) if separate_own else self.flat[kept]
         self._passing = [(0, own.start), (own.stop, nbytes)]
 
     def restore(self) -> None:
@@ -120,14 +120,16 @@ class ResizedReservation(Reservation):
         self._storage.resize_(0)
 
 
-def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False) -> Reservation:
+def reserve(
+    numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False
+) -> Reservation:
     """Allocates a flat tensor of `numel` elements whose elements outside `kept` can be released.
 
     Views must be made before the first `release`, because torch cannot make views of a storage without memory.
 
     Args:
-        apart: `own` is outside of `flat` on every device, so the two may hold different values.
+        separate_own: `own` is outside of `flat` on every device, so the two may hold different values.
     """
     if device.type == "cpu":
-        return HostReservation(numel, dtype, kept, apart=apart)
+        return HostReservation(numel, dtype, kept, separate_own=separate_own)
     return ResizedReservation(numel, dtype, kept, device)

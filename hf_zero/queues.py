@@ -124,11 +124,11 @@ class Mark(Arrival):
 class SideQueue:
     """Copies between host and device, in parallel with the device's own queue. On the host, copies are synchronous."""
 
-    def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
-        """Queues the work inside the context after `behind`, in parallel with later work of the device.
+    def in_parallel(self, *, after: Mark | None = None) -> AbstractContextManager[None]:
+        """Queues the work inside the context in parallel with later work of the device.
 
         Args:
-            behind: a point in the device's queue; None means the current end of that queue.
+            after: a point in the device's queue; None means the current end of that queue.
         """
         return nullcontext()
 
@@ -175,12 +175,12 @@ class _StreamQueue(SideQueue):
         self._stream = self._module.Stream(device)
 
     @contextmanager
-    def aside(self, *, behind: Mark | None = None) -> Iterator[None]:
-        if behind is None:
+    def in_parallel(self, *, after: Mark | None = None) -> Iterator[None]:
+        if after is None:
             # Wait for the device's queue, which writes the source of the copy. Otherwise the copy would read old values.
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
-            cast(_Event, behind).hold_up(self._stream)
+            cast(_Event, after).hold_up(self._stream)
         with self._module.stream(self._stream):
             yield
 

@@ -67,7 +67,7 @@ LAST = {
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 11,
     "settings": 41,
-    "private names of others": 101,
+    "private names of others": 102,
 }
 """The last count of each bounded row. Lower a number after a row has fallen; raise one only with a reason."""
 

@@ -420,9 +420,9 @@ class Bucket:
         if self.has_second_copy and not self.is_away:
             self.memory.write_own(self.master, self.tier.h2d)
 
-    def rest(self, master: Region | None) -> None:
+    def move_to_tier(self, master: Region | None) -> None:
         """Moves the shard to its tier. `master`: the master's region in a file, if its dtype is the parameters' own."""
-        self.memory.rest(master)
+        self.memory.move_to_tier(master)
         self.has_second_copy = self.precision.has_master and not self.memory.is_master
         if not self.precision.has_master:
             self.master = self.own

@@ -35,11 +35,11 @@ class ClippedGradient(torch.Tensor):
 
     Attributes:
         coefficient: the clip coefficient; None once multiplied in, or taken by a kernel.
-        behind: the plain gradient in the same memory.
+        plain: the plain gradient in the same memory.
     """
 
     coefficient: Coefficient | None
-    behind: torch.Tensor
+    plain: torch.Tensor
     _row: "weakref.ref[torch.Tensor]"
     _product: torch.Tensor | None = None
 
@@ -73,7 +73,7 @@ class ClippedGradient(torch.Tensor):
         return self if self._product is None else self._product
 
 
-_GRAD, _COEFFICIENT, _PRODUCT, _BEHIND = map(attrgetter, ("grad", "coefficient", "_product", "behind"))
+_GRAD, _COEFFICIENT, _PRODUCT, _PLAIN = map(attrgetter, ("grad", "coefficient", "_product", "plain"))
 
 
 def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
@@ -81,7 +81,7 @@ def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
     gradients = list(map(_GRAD, rows))
     clipped = list(map(torch.Tensor.as_subclass, map(torch.Tensor.detach, gradients), repeat(ClippedGradient)))
     set_all(clipped, "coefficient", repeat(coefficient))
-    set_all(clipped, "behind", gradients)
+    set_all(clipped, "plain", gradients)
     # A weak reference, because the row refers to this gradient: a cycle would keep its memory until Python collects garbage.
     set_all(clipped, "_row", map(weakref.ref, rows))
     set_all(rows, "grad", clipped)
@@ -106,23 +106,23 @@ def take_coefficients(gradients: Sequence[ClippedGradient]) -> list[Coefficient 
 def taken_gradients(gradients: Sequence[ClippedGradient]) -> list[torch.Tensor] | None:
     """Returns clipped gradients' plain tensors if kernels have taken all their coefficients (`is_taken`); None otherwise."""
     open_or_product = chain(map(_COEFFICIENT, gradients), map(_PRODUCT, gradients))
-    return list(map(_BEHIND, gradients)) if all(map(is_, open_or_product, repeat(None))) else None
+    return list(map(_PLAIN, gradients)) if all(map(is_, open_or_product, repeat(None))) else None
 
 
-def coefficient_of_all(gradients: Sequence[Any], behind: Sequence[torch.Tensor]) -> tuple[Coefficient | None] | None:
+def coefficient_of_all(gradients: Sequence[Any], plain: Sequence[torch.Tensor]) -> tuple[Coefficient | None] | None:
     """Returns the one coefficient shared by shards' gradients. Loops in C.
 
     Args:
         gradients: the shards' `.grad`.
-        behind: the plain gradients expected in the same memory.
+        plain: the plain gradients expected in the same memory.
 
     Returns:
         A tuple with the shared coefficient, `(None,)` if nothing is to be multiplied, or None if the gradients have different
         coefficients, memory or classes.
     """
-    if all(map(is_, gradients, behind)):
+    if all(map(is_, gradients, plain)):
         return (None,)
-    if not {ClippedGradient}.issuperset(map(type, gradients)) or not all(map(is_, map(_BEHIND, gradients), behind)):
+    if not {ClippedGradient}.issuperset(map(type, gradients)) or not all(map(is_, map(_PLAIN, gradients), plain)):
         return None
     first = gradients[0].coefficient
     is_one = all(map(is_, map(_COEFFICIENT, gradients), repeat(first)))
@@ -135,7 +135,7 @@ def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     # `detach` would call `__torch_function__` for each parameter, and one such call costs the host as much as ten operations.
     is_taken = isinstance(gradient, ClippedGradient) and gradient.is_taken
-    return cast(ClippedGradient, gradient).behind if is_taken else gradient.detach()
+    return cast(ClippedGradient, gradient).plain if is_taken else gradient.detach()
 
 
 def widen(*rows: nn.Parameter) -> None:

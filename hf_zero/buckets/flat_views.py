@@ -19,7 +19,7 @@ class FlatViews:
     def __init__(self, parts: Iterable[tuple[Interval, Sequence[int]]]):
         # Sizes of all pieces, including gaps.
         self._sizes: list[int] = []
-        self._places: list[int] = []
+        self._indices: list[int] = []
         # Pieces are already 1-D. Reshaping 1-D views, as of most parameters, would only cost operations.
         self._shaped: list[int] = []
         self._shapes: list[Sequence[int]] = []
@@ -27,19 +27,19 @@ class FlatViews:
         for number, (interval, shape) in enumerate(parts):
             if interval.start > end:
                 self._sizes.append(interval.start - end)
-            self._places.append(len(self._sizes))
+            self._indices.append(len(self._sizes))
             self._sizes.append(interval.numel)
             if len(shape) != 1:
                 self._shaped.append(number)
                 self._shapes.append(shape)
             self._end = end = max(end, interval.stop)
-        self._gaps = sorted(set(range(len(self._sizes))) - set(self._places))
+        self._gaps = sorted(set(range(len(self._sizes))) - set(self._indices))
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the views of a 1-D tensor, each in its shape, row-major."""
         tail = flat.numel() - self._end
         pieces = flat.split_with_sizes([*self._sizes, tail] if tail else self._sizes)
-        found = list(map(pieces.__getitem__, self._places))
+        found = list(map(pieces.__getitem__, self._indices))
         # `__setitem__` returns None, so `any` runs to the end.
         shaped = self._shaped
         any(map(found.__setitem__, shaped, map(torch.Tensor.view, map(found.__getitem__, shaped), self._shapes)))
@@ -71,10 +71,10 @@ class FlatViews:
             flat[self._end :].zero_()
 
     def _with_zeros_between(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [self._sizes[place] for place in self._gaps]
+        sizes = [self._sizes[index] for index in self._gaps]
         zeros = torch.zeros(max(sizes), dtype=flat.dtype, device=flat.device)
         joined = [zeros] * len(self._sizes)
-        _replace(joined, self._places, parts)
+        _replace(joined, self._indices, parts)
         _replace(joined, self._gaps, (zeros[:size] for size in sizes))
         return joined
 

@@ -63,7 +63,7 @@ class GatheredMemory(ParameterMemory):
     ):
         # Only a shard with the dtype of `flat` can be a part of `flat`. Otherwise all of `flat` is freed.
         in_flat = slice(shard.start, shard.stop) if kept == dtype else slice(0, 0)
-        self._reservation = reserve(layout.numel, dtype, device, in_flat, apart=rounded)
+        self._reservation = reserve(layout.numel, dtype, device, in_flat, separate_own=rounded)
         self._own = self._reservation.own
         if kept not in (None, dtype):
             # Use separate memory, because `flat` cannot store another dtype. A gather casts from here.
@@ -113,7 +113,7 @@ class GatheredMemory(ParameterMemory):
         return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
 
     @property
-    def own_place(self) -> torch.Tensor:
+    def own_view(self) -> torch.Tensor:
         """This rank's part of `shown`."""
         return self.shown[self._shard.start : self._shard.stop] if self.is_shown_exactly else self._own_of_flat
 
@@ -150,7 +150,7 @@ class GatheredMemory(ParameterMemory):
         """Copies this rank's part of edited whole parameters into the shard."""
         if not self.edits_last:
             # `own` is outside of the gathered memory, so without the copy the next `drop` would discard the edit.
-            self.own.copy_(self.own_place)
+            self.own.copy_(self.own_view)
 
     def _make_room(self, *, exactly: bool) -> None:
         self.is_readable = True
@@ -180,7 +180,7 @@ class GatheredMemory(ParameterMemory):
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.own, layout, self._shard)
 
-    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+    def store(self, view: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         common = interval.intersect(self._shard)
         if common is not None:
             source = common.shift(-interval.start)
@@ -192,29 +192,29 @@ class GatheredMemory(ParameterMemory):
     def end_filling(self) -> None:
         self._reservation.release()
 
-    def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+    def set_all_data(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
         """Calls `set_data` for all parameters of the bucket, in order."""
         if self.read_as is not None:
-            for parameter, place in zip(parameters, places):
-                self.set_data(parameter, place)
+            for parameter, view in zip(parameters, views):
+                self.set_data(parameter, view)
             return
         with look_only():
             if self.is_readable:
-                places = list(map(self._shown_at, places)) if self.is_shown_exactly else places
-                set_all(parameters, "data", places)
+                views = list(map(self._shown_at, views)) if self.is_shown_exactly else views
+                set_all(parameters, "data", views)
                 show_all(parameters)
                 return
-            absences = [self.absent.expand(place.shape) for place in places]
+            absences = [self.absent.expand(view.shape) for view in views]
             set_all(parameters, "data", absences)
             show_all(parameters)
             hide_all(parameters)
 
-    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def set_data(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
         # Show the values first, because a guarded parameter refuses new data, even from the engine.
         show_values(parameter)
-        values = self._shown_at(place) if self.is_readable else self.absent
+        values = self._shown_at(view) if self.is_readable else self.absent
         values = values if self.read_as is None else values.to(self.read_as)
-        parameter.data = values.expand(place.shape)
+        parameter.data = values.expand(view.shape)
         if not self.is_readable:
             hide_values(parameter)
 
@@ -224,20 +224,20 @@ class GatheredMemory(ParameterMemory):
         parameter.data = self.absent.to(dtype).expand(parameter.shape)
         hide_values(parameter)
 
-    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+    def is_view(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         # Only the engine sets data of a parameter with hidden values, and values are hidden until a running gather has ended.
-        return are_hidden(parameter) or (self.is_readable and lies_at(parameter, self._shown_at(place)))
+        return are_hidden(parameter) or (self.is_readable and lies_at(parameter, self._shown_at(view)))
 
-    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+    def are_views(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> bool:
         if all_are_hidden(parameters):
             return True
         if self.is_shown_exactly:
-            places = list(map(self._shown_at, places))
-        return self.is_readable and addresses_of(parameters) == addresses_of(places)
+            views = list(map(self._shown_at, views))
+        return self.is_readable and addresses_of(parameters) == addresses_of(views)
 
-    def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of `shown` for the view `place` of `flat`."""
+    def _shown_at(self, view: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of `shown` for the view `view` of `flat`."""
         if not self.is_shown_exactly:
-            return place
-        start = place.storage_offset() - self.flat.storage_offset()
-        return self.shown[start : start + place.numel()].view(place.shape)
+            return view
+        start = view.storage_offset() - self.flat.storage_offset()
+        return self.shown[start : start + view.numel()].view(view.shape)

@@ -32,7 +32,7 @@ def step_on_reduced(bucket: Bucket) -> None:
 
     Sums with later gradients still use the master dtype. float16 is excluded because unscaled gradients would underflow.
     """
-    if bucket.precision.reduced == torch.bfloat16 and not bucket.tier.is_apart:
+    if bucket.precision.reduced == torch.bfloat16 and not bucket.tier.is_offloaded:
         bucket.gradient_dtype = torch.bfloat16
         for row in bucket.rows:
             # By default, torch refuses a gradient of a dtype different from the parameter's.

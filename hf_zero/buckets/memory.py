@@ -81,13 +81,13 @@ class ParameterMemory(ABC):
         """Sets the padding in permanent memory to zero."""
 
     @abstractmethod
-    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
-        """Copies a parameter's values to its view `place` of `flat`, the elements `interval`."""
+    def store(self, view: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        """Copies a parameter's values to `view`, a view of `flat`, the elements `interval`."""
 
     def end_filling(self) -> None:  # noqa: B027 (all of it may last)
         """Frees temporary memory after all parameters were stored."""
 
-    def rest(self, master: Region | None) -> None:  # noqa: B027 (the shard may stay on the device)
+    def move_to_tier(self, master: Region | None) -> None:  # noqa: B027 (the shard may stay on the device)
         """Called when the bucket is complete. `master`: the region of its master in a file, in the parameters' own dtype."""
 
     def read_own(self) -> torch.Tensor:
@@ -107,22 +107,22 @@ class ParameterMemory(ABC):
         return self.own[interval.start : interval.stop]
 
     @abstractmethod
-    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        """Sets a parameter's data to the current data of its view `place`."""
+    def set_data(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
+        """Sets a parameter's data to the current data of `view`, its view of `flat`."""
 
     @abstractmethod
-    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+    def is_view(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         """Whether a parameter still has the data set by `set_data`."""
 
     @abstractmethod
-    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+    def are_views(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> bool:
         """Whether this is true for all parameters, which must have elements. May return False if the fast check fails."""
 
 
-def lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+def lies_at(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     # A tensor without elements has a meaningless address.
-    is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
-    return is_there and parameter.dtype == place.dtype
+    is_there = parameter.data_ptr() == view.data_ptr() or parameter.numel() == 0
+    return is_there and parameter.dtype == view.dtype
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
@@ -138,7 +138,7 @@ class UnshardedMemory(ParameterMemory):
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self.shown = self.flat = allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
-        # Caches the addresses of the last `places`; valid because `flat` never moves.
+        # Caches the addresses of the last `views`; valid because `flat` never moves.
         self._asked: Sequence[torch.Tensor] = ()
         self._addresses = addresses_of(())
 
@@ -153,19 +153,19 @@ class UnshardedMemory(ParameterMemory):
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.flat, layout)
 
-    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+    def store(self, view: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         ask_for(parameter)
-        place.copy_(parameter)
+        view.copy_(parameter)
 
-    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def set_data(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
         # Use an alias instead of a view: `torch.save` of a view would write the whole bucket, and safetensors would treat all
         # views of a bucket as tied weights.
-        parameter.data = alias(place)
+        parameter.data = alias(view)
 
-    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        return lies_at(parameter, place)
+    def is_view(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
+        return lies_at(parameter, view)
 
-    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
-        if places is not self._asked:
-            self._asked, self._addresses = places, addresses_of(places)
+    def are_views(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> bool:
+        if views is not self._asked:
+            self._asked, self._addresses = views, addresses_of(views)
         return addresses_of(parameters) == self._addresses

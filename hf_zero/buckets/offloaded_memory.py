@@ -42,7 +42,7 @@ class OffloadedMemory(GatheredMemory):
 
     @property
     def source(self) -> torch.Tensor:
-        return self.own_place
+        return self.own_view
 
     @property
     def writable_own(self) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ class OffloadedMemory(GatheredMemory):
         self._make_room(exactly=exactly)
         # Use the side queue: forward and backward continue while the shard crosses the bus, and during the all-gather after the
         # copy.
-        with self._queue.aside():
+        with self._queue.in_parallel():
             if values.dtype != self.source.dtype:
                 # Cast on the device: a cast in a copy between devices would run on the host, and block the host.
                 values = values.to(self.flat.device, non_blocking=True)
@@ -80,8 +80,8 @@ class OffloadedMemory(GatheredMemory):
     def keep_edits(self) -> None:
         self._values.write(self.source)
 
-    def rest(self, master: Region | None) -> None:
-        self._values.rest(master)
+    def move_to_tier(self, master: Region | None) -> None:
+        self._values.move_to_tier(master)
 
     def read_own(self) -> torch.Tensor:
         # Read a file if there is one, because `own` then only has a shape, and reads as NaN.

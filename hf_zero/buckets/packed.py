@@ -28,7 +28,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return not parameter.requires_grad and (is_code or _state_of(parameter) is not None)
 
 
-def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
+def with_packed(model: nn.Module) -> frozenset[nn.Parameter]:
     """Returns packed weights, and all parameters of modules with a packed weight, because such modules cast their own inputs."""
     held = [list(module.parameters(recurse=False)) for module in model.modules()]
     return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)
@@ -121,7 +121,7 @@ def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
 # ---- Scales and tables outside of the parameters: whole on each rank, and equal to rank 0's, like the codes ----
 
 
-def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+def _scales(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
     """Yields (holder, attribute, tensor) of scales and tables outside of parameters; several holders may share a tensor."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -136,20 +136,20 @@ def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
                     yield holder, name, held
 
 
-def bytes_beside(model: nn.Module) -> int:
+def bytes_of_scales(model: nn.Module) -> int:
     """Returns the bytes of packed weights' scales and tables outside of parameters."""
-    return sum({id(held): held.nbytes for _, _, held in _beside(model)}.values())
+    return sum({id(held): held.nbytes for _, _, held in _scales(model)}.values())
 
 
-def shapes_beside(model: nn.Module) -> list[tuple[int, ...]]:
+def shapes_of_scales(model: nn.Module) -> list[tuple[int, ...]]:
     """Returns the shapes of these tensors, which must be equal on all ranks."""
-    return [tuple(held.shape) for _, _, held in _beside(model)]
+    return [tuple(held.shape) for _, _, held in _scales(model)]
 
 
 def start_alike(model: nn.Module, device: torch.device, transport: Transport) -> None:
     """Moves these tensors to the device, and copies rank 0's to every rank. Collective."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for holder, name, held in list(_beside(model)):
+    for holder, name, held in list(_scales(model)):
         if id(held) not in moved:
             # Keep the old tensor, so no new tensor gets its id.
             moved[id(held)] = held, held.to(device)

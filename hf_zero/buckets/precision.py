@@ -22,7 +22,7 @@ class Precision:
             equal dtypes. If equal to `kept`, the optimizer updates the parameters themselves.
         weights: rounds parameters in place to the quantized blocks in which they are gathered; None for an exact gather, and
             if each rank keeps an exact shard of the parameters (stage 3).
-        apart: whether the master has different memory than the parameters (offload), so there is one even with equal dtypes.
+        separate_master: whether the master and the parameters have different memory (offload), even with equal dtypes.
         stochastic: whether parameters are the stochastically rounded master, which exists only during the step.
         adds_in_master: whether ranks sum gradients in the master dtype, regardless of `reduce`.
         copies: whether a master with the parameters' own dtype is a copy of the parameters that exists only during the step.
@@ -33,7 +33,7 @@ class Precision:
     reduce: torch.dtype
     master: torch.dtype
     weights: Callable[[torch.Tensor], None] | None = None
-    apart: bool = False
+    separate_master: bool = False
     stochastic: bool = False
     adds_in_master: bool = False
     copies: bool = False
@@ -46,7 +46,7 @@ class Precision:
     @cached_property
     def has_master(self) -> bool:
         """Whether the optimizer steps on tensors different from the parameters."""
-        return self.apart or self.master != self.kept or self.weights is not None
+        return self.separate_master or self.master != self.kept or self.weights is not None
 
     @cached_property
     def keeps_master(self) -> bool:
@@ -57,7 +57,7 @@ class Precision:
     def is_copied(self) -> bool:
         """Whether the master is copied from the parameters for each step."""
         # Parameters rounded to blocks have lost digits of their master.
-        return self.copies and self.apart and self.master == self.kept and self.weights is None
+        return self.copies and self.separate_master and self.master == self.kept and self.weights is None
 
     @cached_property
     def rounds(self) -> bool:
@@ -75,7 +75,7 @@ def resolve_precision(
     model_dtype: torch.dtype,
     *,
     gathered: torch.dtype | None = None,
-    apart: bool = False,
+    separate_master: bool = False,
     adds_in_master: bool = False,
     copies: bool = False,
 ) -> Precision:
@@ -85,7 +85,7 @@ def resolve_precision(
         config: the engine's settings.
         model_dtype: the parameters' dtype in the model.
         gathered: the dtype to which stage 3 casts for forward and backward; None for no cast.
-        apart, adds_in_master, copies: see `Precision`.
+        separate_master, adds_in_master, copies: see `Precision`.
 
     Raises:
         ConfigError: `rounding: stochastic` with a dtype other than bfloat16, or `moments: 8bit` with float64.
@@ -111,7 +111,7 @@ def resolve_precision(
         kept=kept,
         reduce=reduce,
         master=master,
-        apart=apart,
+        separate_master=separate_master,
         stochastic=stochastic,
         adds_in_master=adds_in_master,
         copies=copies,

@@ -49,7 +49,7 @@ class ShardedParameter(Guarded):
             return torch.nn.Parameter.__torch_function__(func, types, args, kwargs)
         # An alias may be used only to look at the dtype, so its values are refused when read, not here.
         if func in ALIASING:
-            return _alias_of(_parameter_behind(args[0]))
+            return _alias_of(_parameter_of(args[0]))
         if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
             return args[0]
         # Compared by `==`: Python makes a new `__set__` at each access, so `is` would always be False.
@@ -64,11 +64,11 @@ class ShardedParameter(Guarded):
             kwargs["inputs"], args = inputs, args[:1]
         for tensor in leaves((args, kwargs)):
             if isinstance(tensor, ShardedParameter):
-                _fetch(_parameter_behind(tensor), func)
+                _fetch(_parameter_of(tensor), func)
         return func(*_whole(args), **_whole(kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
-        name = _name_of(_parameter_behind(self))
+        name = _name_of(_parameter_of(self))
         return f"{type(self).__name__}({name}, shape={tuple(self.shape)}, dtype={self.dtype}, on other ranks)"
 
     def __format__(self, _spec: str) -> str:
@@ -117,7 +117,7 @@ def unreadable(name: str, operation: str) -> ShardedParametersError:
     )
 
 
-def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
+def _parameter_of(tensor: torch.Tensor) -> nn.Parameter:
     return tensor._parameter if isinstance(tensor, ShardedAlias) else cast(nn.Parameter, tensor)
 
 
@@ -165,7 +165,7 @@ def _edge_of(tensor: torch.Tensor) -> Any:
 
 def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
     """Edits this rank's part of a parameter outside of forward and backward; returns False if other values are needed."""
-    parameter = _parameter_behind(edited)
+    parameter = _parameter_of(edited)
     engine = engine_attached_to(parameter)
     operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     # An operand with one value per element would have to be cut like the parameter. Scalars, as numbers or tensors, apply to

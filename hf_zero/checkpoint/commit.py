@@ -211,7 +211,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, merge: Merge) -> None:
             return
         replaced = former_of(final)
         if os.path.lexists(final) and not final.is_dir():
-            _move_file_aside(final)
+            _rename_file(final)
         # A rename cannot replace a folder with files in it, so the old one is renamed first. If the run is killed
         # between the two renames, only `.old-` is left: `put_back` and `clear_leftovers` then restore the name.
         if final.exists():
@@ -231,12 +231,12 @@ def commit(temporary: Path, final: Path, *, disk: Disk, merge: Merge) -> None:
     done_on_all_ranks(merge, disk.rank, rename, doing=f"commit {final}", then=_THEN)
 
 
-def _move_file_aside(final: Path) -> None:
+def _rename_file(final: Path) -> None:
     """Renames a plain file with a checkpoint's name. It may be the user's, and a rename cannot replace a file by a folder."""
-    aside = final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}")
-    final.rename(aside)
+    renamed = final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}")
+    final.rename(renamed)
     warnings.warn(
-        f"hf_zero: {final} was a file, not a checkpoint folder. It was renamed to {aside.name}.", stacklevel=2
+        f"hf_zero: {final} was a file, not a checkpoint folder. It was renamed to {renamed.name}.", stacklevel=2
     )
 
 

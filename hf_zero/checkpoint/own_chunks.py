@@ -39,9 +39,9 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
         is_weights = name.endswith(".safetensors") and _writer(name, manifest) is None
         tensors = tensors_in(root / name) if is_weights else {}
         runs = [
-            _Run(begin=begin, itemsize=itemsize, rows=rows, place=place, writers=writers)
+            _Run(begin=begin, itemsize=itemsize, rows=rows, position=position, writers=writers)
             for tensor, (begin, itemsize) in tensors.items()
-            for rows, place in owned.get(tensor, ())
+            for rows, position in owned.get(tensor, ())
         ]
         # Every rank checks the headers: with a damaged header, a rank would load bytes outside of its verified chunks.
         header_bytes = min((begin for begin, _ in tensors.values()), default=0)
@@ -96,7 +96,7 @@ class _Run:
 
     Attributes:
         begin: the tensor's first byte.
-        place: the relative position of the parameter's elements among all parameters' elements, within 0 to 1. A rank writes
+        position: the relative position of the parameter's elements among all parameters' elements, within 0 to 1. A rank writes
             its parts of all parameters in the same order, so a part has about this position in any rank's file.
         writers: the ranks that wrote rows, in order.
     """
@@ -104,7 +104,7 @@ class _Run:
     begin: int
     itemsize: int
     rows: SavedRows
-    place: tuple[float, float]
+    position: tuple[float, float]
     writers: Sequence[int]
 
     @property
@@ -115,7 +115,7 @@ class _Run:
     def chunks_of(self, rank: int, world_size: int, file: FileRecord) -> Iterator[int]:
         """Yields the chunks whose writer's relative position is this rank's."""
         every = range(len(self.rows.ranks))
-        first, last = self.place
+        first, last = self.position
         # Ranks ascend along the rows, and so do the readers, so bisect finds this rank's rows.
         own = every[
             bisect_left(every, rank, key=lambda index: _reader(self._position(index, last), world_size)) : bisect_right(

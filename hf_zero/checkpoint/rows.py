@@ -110,10 +110,10 @@ class RowsOfRanks:
         rows: list[SavedRows] = []
         index = {name: number for number, name in enumerate(self.shapes)}
 
-        def place(key: Any) -> tuple[int, str]:
+        def sort_key(key: Any) -> tuple[int, str]:
             return index.get(key[0], len(index)), repr(key)
 
-        for name, of_part, box in sorted(self.rows, key=place):
+        for name, of_part, box in sorted(self.rows, key=sort_key):
             kinds.setdefault(name, {}).update((kind, None) for kind, _ in of_part if kind != WEIGHTS)
             for cuts, ranks in self.rows[name, of_part, box]:
                 rows.extend(
@@ -126,9 +126,9 @@ class RowsOfRanks:
             shapes=self.shapes,
             kinds={name: tuple(found) for name, found in kinds.items() if found},
             rows=tuple(rows),
-            scalars=dict(sorted(self.scalars.items(), key=place)),
+            scalars=dict(sorted(self.scalars.items(), key=sort_key)),
             optimizers=tuple(optimizers),
-            own_shapes={name: dict(sorted(of.items())) for name, of in sorted(self.own_shapes.items(), key=place)},
+            own_shapes={name: dict(sorted(of.items())) for name, of in sorted(self.own_shapes.items(), key=sort_key)},
             versions=dict(versions_of(*_LIBRARIES)),
         )
 

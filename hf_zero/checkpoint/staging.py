@@ -87,7 +87,7 @@ class _Way:
         buffer = self._take()
         # On a side stream, after the work queued on the device when the save began: the copy sees the values of the save, and
         # training continues in parallel.
-        with self._queue.aside(behind=self._since):
+        with self._queue.in_parallel(after=self._since):
             source = values.detach()
             target = buffer[: source.nbytes].view(source.dtype)
             target.copy_(source, non_blocking=True)

@@ -33,11 +33,11 @@ def rendezvous(
                 f"hf-zero rendezvous: cannot listen on port {port} of {host or 'this host'} ({error}). Pass another --port, or "
                 "the --host that agents reach."
             ) from error
-    place = {"host": store.host, "port": store.port}
+    address = {"host": store.host, "port": store.port}
     if as_json:
-        say_json(place)
+        say_json(address)
     else:
-        say(f"hf-zero rendezvous: --rdzv-endpoint {place['host']}:{place['port']} --rdzv-conf is_host=0")
+        say(f"hf-zero rendezvous: --rdzv-endpoint {address['host']}:{address['port']} --rdzv-conf is_host=0")
         if ip_address(store.host).is_loopback:
             say(
                 "Only agents on this host can reach this address. Pass the --host that agents on other hosts can reach."

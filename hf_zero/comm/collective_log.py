@@ -31,7 +31,7 @@ class CollectiveLog:
         self.part = ""
 
     @property
-    def place(self) -> str:
+    def phase(self) -> str:
         """Returns the current part of training, in words."""
         return f"{self.site}, step {self.step}" + (f", {self.part}" if self.part else "")
 

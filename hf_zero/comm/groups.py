@@ -131,14 +131,14 @@ class Groups:
 
     @classmethod
     def create(
-        cls, *, stage: int, device_type: str, comm: CommConfig, apart: Sequence[Sequence[int]] | None = None
+        cls, *, stage: int, device_type: str, comm: CommConfig, separate: Sequence[Sequence[int]] | None = None
     ) -> "Groups":
         """Makes the groups of this process, with the time limit `comm.timeout_s`. Collective: every rank calls it.
 
         With a world size of 1, no process group is needed.
 
         Args:
-            apart: sets of ranks, in ascending order and of equal size, which get separate groups; by default all ranks form one
+            separate: sets of ranks that get separate groups, in ascending order and of equal size; by default all ranks form one
                 set.
 
         Raises:
@@ -160,11 +160,11 @@ class Groups:
         # Make this group first, for all ranks, because the names of nodes are exchanged through the group below.
         control = None if backend == "fake" else own_group([tuple(everyone)], timeout, "gloo")
         nodes = _nodes(comm, len(everyone), control)
-        sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
+        sets: Sequence[Sequence[int]] = [everyone] if separate is None else separate
         world_size = len(sets[0])
         if world_size == 1:
             return cls._of_one(rank, comm, nodes=nodes)
-        if apart is not None and backend != "fake":
+        if separate is not None and backend != "fake":
             control = _make(sets, rank, timeout, "gloo").handle
         size = _shard_size(stage, comm, [nodes[each] for each in sets[0]])
         shards = [ranks[start : start + size] for ranks in sets for start in range(0, world_size, size)]

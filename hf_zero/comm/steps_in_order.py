@@ -44,7 +44,7 @@ class Steps:
             self._running = self._later.pop(0)()
             return
         # Wait in the side queue: the computing queue must not stop here, in the middle of backward.
-        with self._queue.aside():
+        with self._queue.in_parallel():
             self._running.finish(is_exposed=False)
             self._running = self._later.pop(0)()
 

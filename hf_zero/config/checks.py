@@ -495,23 +495,23 @@ def settings_of(text: str) -> dict[str, Any]:
             raise refuse("config", text, "settings as name=value, separated by commas")
         name = name.strip()
         *path, leaf = name.split(".")
-        place = settings
+        section = settings
         for step in path:
-            place = place.setdefault(step, {})
-            if not isinstance(place, Mapping):
+            section = section.setdefault(step, {})
+            if not isinstance(section, Mapping):
                 raise refuse(cut(name), value, f"nothing: `{cut(step)}` has a value already")
-        if leaf in place:
+        if leaf in section:
             raise ConfigError(
-                f"hf_zero config: `{cut(name)}` is set twice, to {shown(place[leaf])} and to {shown(value)}. Set it once."
+                f"hf_zero config: `{cut(name)}` is set twice, to {shown(section[leaf])} and to {shown(value)}. Set it once."
             )
-        place[leaf] = parse(value, f"`{cut(name)}={cut(value)}`")
+        section[leaf] = parse(value, f"`{cut(name)}={cut(value)}`")
     return settings
 
 
 def _parts(text: str) -> list[str]:
     """Splits text at the commas outside of brackets and quotes."""
     parts, start, depth, quote, before = [], 0, 0, "", ","
-    for place, sign in enumerate(text):
+    for index, sign in enumerate(text):
         if quote:
             quote = "" if sign == quote else quote
         elif sign in "'\"" and before in "=[{,:":
@@ -522,8 +522,8 @@ def _parts(text: str) -> list[str]:
         elif sign in "]}":
             depth -= 1
         elif sign == "," and depth <= 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:index])
+            start = index + 1
         before = before if sign == " " else sign
     return [*parts, text[start:]]
 

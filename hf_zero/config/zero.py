@@ -450,7 +450,7 @@ class ZeroConfig:
         self._check_nonfinite()
         self._check_out_of_memory()
         self._refuse_settings_of_shards()
-        self._refuse_settings_beside_outer_steps()
+        self._refuse_settings_with_outer_steps()
         self._refuse_settings_of_stage_3()
 
     def _check_report(self) -> None:
@@ -544,7 +544,7 @@ class ZeroConfig:
                     "which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
                 )
 
-    def _refuse_settings_beside_outer_steps(self) -> None:
+    def _refuse_settings_with_outer_steps(self) -> None:
         if self.comm.sync_every == 1:
             return
         others: dict[str, int | str] = {}

@@ -111,7 +111,7 @@ def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> fl
 def wrong_collectives(copies: ModelCopies, device: torch.device) -> list[str]:
     """Lists collectives of the engine's transport with a wrong result, between ranks with the same part of a model."""
     comm = CommConfig(timeout_s=_TIMEOUT_S)
-    groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.dp_groups)
+    groups = Groups.create(stage=2, device_type=device.type, comm=comm, separate=copies.dp_groups)
     transport = choose_transport(groups, device, _TIMEOUT_S)
     tried = _tried(transport, groups.rank, groups.world_size, device)
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]

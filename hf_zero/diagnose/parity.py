@@ -41,7 +41,7 @@ class PlainCopies:
             Collective.
 
     Attributes:
-        place: index of this rank's copy.
+        index: index of this rank's copy.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -54,7 +54,7 @@ class PlainCopies:
         everyone: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, sets)
         copies, of_experts = (ModelCopies.of(theirs) for theirs in zip(*everyone))
-        self.place = copies.copies.index(sets[0])
+        self.index = copies.copies.index(sets[0])
         self._size = len(copies.copies)
         self._group, self._expert_group = map(_own_group, (copies, of_experts))
 
@@ -390,14 +390,14 @@ class _Trained:
 
     Attributes:
         reduce: called after the last backward of a step.
-        place: index of this rank among the ranks with different batches.
+        index: index of this rank among the ranks with different batches.
     """
 
     entry: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]]
     clip: Callable[[float], torch.Tensor]
     close: Callable[[], None]
-    place: int
+    index: int
     reduce: Callable[[], None] = lambda: None
 
 
@@ -408,7 +408,7 @@ def _split_stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
         no_sync=nullcontext,
         clip=copies.clip,
         close=lambda: None,
-        place=copies.place,
+        index=copies.index,
         reduce=copies.average,
     )
 
@@ -420,14 +420,14 @@ def _stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
         no_sync=getattr(entry, "no_sync", nullcontext),
         clip=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         close=lambda: None,
-        place=_rank(),
+        index=_rank(),
     )
 
 
 def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConfig) -> _Trained:
     engine = ZeroEngine(model, [made], dataclasses.replace(config, report=False), find_unused_parameters=True)
     return _Trained(
-        entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close, place=engine.groups.rank
+        entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close, index=engine.groups.rank
     )
 
 
@@ -469,7 +469,7 @@ def _train(
     trained = prepare(model, made)
     recorder = Recorder(folder, job.steps, lambda: [model])
     recorder.watch(made)
-    seed_everything(job.seed + trained.place)
+    seed_everything(job.seed + trained.index)
     for step in range(job.steps):
         for micro in range(job.accumulation):
             batch = job.batches[step * job.accumulation + micro]

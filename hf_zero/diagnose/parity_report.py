@@ -429,26 +429,26 @@ def _of_tensors(
             continue
         if same_bits(a, b):
             continue
-        apart = a.double() - b.double()
-        largest = _finite(_largest(apart))
+        difference = a.double() - b.double()
+        largest = _finite(_largest(difference))
         if before is None:
             relative = largest / max(_largest(a), least, 1e-30)
         else:
             start = before[name]
             moved = a.double() - (start.double() if start is not None else 0.0)
-            judged = _beyond_rounding(apart, a) if allowed else apart
+            judged = _beyond_rounding(difference, a) if allowed else difference
             relative = float(judged.norm() / moved.norm().clamp(min=1e-30))
         yield Difference(step=step, kind=kind, where=name, largest=largest, relative=_finite(relative))
 
 
-def _beyond_rounding(apart: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _beyond_rounding(difference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Returns differences of a parameter's elements beyond the rounding of 32 bits, which may be a large part of a small step.
 
     In 16 bits, rounding may be the whole step, and nothing would be left to judge.
     """
     if value.element_size() < 4:
-        return apart
-    return (apart.abs() - torch.finfo(value.dtype).eps * value.double().abs()).clamp(min=0)
+        return difference
+    return (difference.abs() - torch.finfo(value.dtype).eps * value.double().abs()).clamp(min=0)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

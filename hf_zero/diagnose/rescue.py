@@ -154,8 +154,8 @@ class Rescue:
         for each in todo:
             loss = None
             pieces = cut(each.batch, self.parts) if self.parts > 1 else [(each.batch, 1.0)]
-            for place, (inputs, weight) in enumerate(pieces):
-                is_last = each is todo[-1] and place == len(pieces) - 1
+            for index, (inputs, weight) in enumerate(pieces):
+                is_last = each is todo[-1] and index == len(pieces) - 1
                 ended = self._engine.ended_backwards
                 with nullcontext() if is_last else self._engine.no_sync():
                     part, failure = _tried(each.run, inputs, weight)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..arithmetic.flat import give_up_triton, runs_triton
-from ..buckets.packed import shapes_beside
+from ..buckets.packed import shapes_of_scales
 from ..buckets.unread_weights import wanted_dtype
 from ..comm.all_or_none import Exchange, first_difference
 from ..comm.groups import Groups, with_time_limits
@@ -82,7 +82,7 @@ def describe(
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
-    facts["scales of packed weights"] = hashlib.sha256(repr(shapes_beside(model)).encode()).hexdigest()[:16]
+    facts["scales of packed weights"] = hashlib.sha256(repr(shapes_of_scales(model)).encode()).hexdigest()[:16]
     for index, optimizer in enumerate(optimizers):
         sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"

@@ -27,7 +27,7 @@ from ..step.nonfinite import NonFiniteCheck
 from ..step.norm import GradientNorm, choose_norm
 from ..step.parameter_gather import ParameterGather
 from .agreed_start import agree_to_start
-from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
+from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, move_buffers
 from .builder import BucketBuilder
 from .division import Division, SplitKinds, owners, shards_parameters
 from .exact_weights import ExactWeights
@@ -36,7 +36,7 @@ from .parameter_places import ParameterPlaces
 from .parts import Parts
 from .room import bytes_elsewhere, has_room_to_step, refuse_unless_it_fits, reshards_after_forward
 from .split_model import CopyChecks, Mesh, SplitModel
-from .unsupported import check_parameters, refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
+from .unsupported import check_parameters, refuse_renormed_embeddings, refuse_shared_storage, refuse_with_split_models
 from .wire import choose_wire
 
 
@@ -102,7 +102,7 @@ def assemble(
     # After the checks, because `SplitModel` replaces the model's DTensors by plain parameters, and an error must restore them.
     split = SplitModel(model, optimizers)
     try:
-        refuse_beside_split(model, split, config, optimizers)
+        refuse_with_split_models(model, split, config, optimizers)
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         # Restore the script's parameters, because the script may catch the error and try again.
@@ -124,7 +124,7 @@ def _assemble(
     config, device, mesh = agree_to_start(model, optimizers, config, device, split)
     all_groups, transport = mesh.dp.all_groups, mesh.dp.all_transport
     if is_moved or config.stage == 3:
-        place_buffers(model, device)
+        move_buffers(model, device)
     broadcast_buffers(model, transport, device)
     on_device = has_room_to_step(config, owner, optimizers, device, mesh)
     tier, parameter_tier = _choose_tiers(config.offload, device, mesh.world, steps_on_device=on_device)
@@ -218,7 +218,7 @@ def _replica_check(
         storage,
         mesh.dp.transport,
         world.ranks[world.index],
-        mesh.place_of,
+        mesh.copies_of,
         has_copies=max(group.groups.replicate.size for group in (mesh.dp, mesh.expert_dp)) > 1,
         weights_in_files=parameter_tier.files is not None,
     )

@@ -69,14 +69,14 @@ class _SharedBuffers:
         ignored = ignored_by_ddp(model)
         # Each module, and the names of its excluded buffers. DDP's names of buffers directly in the model have no leading dot,
         # unless its names of parameters.
-        self._places = [
+        self._holders = [
             (module, frozenset(name for name in module._buffers if f"{path}.{name}".removeprefix(".") in ignored))
             for path, module in model.named_modules()
         ]
 
     def held(self) -> list[torch.Tensor]:
         """Returns the buffers, each once."""
-        places = ((module._buffers, ignored) for module, ignored in self._places if module._buffers)
+        places = ((module._buffers, ignored) for module, ignored in self._holders if module._buffers)
         held = (b for own, ignored in places for name, b in own.items() if b is not None and name not in ignored)
         return list({id(buffer): buffer for buffer in held}.values())
 
@@ -84,7 +84,7 @@ class _SharedBuffers:
     def are_saved(self) -> bool:
         """Whether some of the buffers are in the state dict."""
         return any(
-            module._buffers.keys() - module._non_persistent_buffers_set - ignored for module, ignored in self._places
+            module._buffers.keys() - module._non_persistent_buffers_set - ignored for module, ignored in self._holders
         )
 
 
@@ -110,7 +110,7 @@ class ModelBuffers:
         self._transport = transport
         self._device = device
         self.is_due = True
-        self._is_due_behind_step = False
+        self._is_due_after_step = False
         # The number of training forwards begun so far, and the same number at the end of the last pass.
         self._begun = self._begun_before = 0
 
@@ -125,12 +125,12 @@ class ModelBuffers:
         """Notes whether the next training forward sends the buffers."""
         if self._is_training:
             self.is_due = not under_no_sync
-            self._is_due_behind_step = self.is_due and self._are_saved
+            self._is_due_after_step = self.is_due and self._are_saved
 
     def after_step(self) -> None:
         """Collective after a training forward outside no_sync; see [Note: buffers after a step]."""
         self._begun_before = self._begun
-        if self._is_due_behind_step:
+        if self._is_due_after_step:
             self._send()
 
     def after_pass(self, *, failed: bool) -> None:
@@ -149,11 +149,11 @@ class ModelBuffers:
         return self._model.training and torch.is_grad_enabled()
 
     def _send(self) -> None:
-        self._is_due_behind_step = False
+        self._is_due_after_step = False
         _broadcast(self._buffers.held(), self._transport, self._device)
 
 
-def place_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Moves a model's buffers to `device`, as `Module.to` does. The tensors stay the same objects.
 
     Raises:

@@ -99,18 +99,21 @@ class BucketBuilder:
                 self.config,
                 key,
                 adds_in_master=self.wire.adds_in_wider(group),
-                apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
+                separate_master=self.parameter_tier.separates_masters(tier) if part.sharded else tier.is_offloaded,
                 copies=tier.copies_masters and not (part.sharded and self.config.offload.moves_params),
             )
             if key.trained and not part.sharded:
                 precision = replace(precision, weights=rounds)
-            place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
+            arguments = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             memory: ParameterMemory = (
                 sharded_memory(
-                    *place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None and not key.is_packed
+                    *arguments,
+                    precision.kept,
+                    tier=self.parameter_tier,
+                    rounded=rounds is not None and not key.is_packed,
                 )
                 if part.sharded
-                else UnshardedMemory(*place)
+                else UnshardedMemory(*arguments)
             )
             yield Bucket(
                 layout,
@@ -127,7 +130,7 @@ class BucketBuilder:
 
     def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the optimizer steps the parameters themselves: on one rank, without masters and without offload."""
-        if self.mesh.dp.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_apart:
+        if self.mesh.dp.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_offloaded:
             return False
         dtypes = {wanted_dtype(parameter) for parameter in parameters}
         return not any(resolve_precision(self.config, dtype).has_master for dtype in dtypes)

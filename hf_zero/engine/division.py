@@ -101,12 +101,12 @@ def parts_of(
     }
     values = {name: [p for _, p in held] for name, held in own.items()}
     layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))
-    behind = [] if device.type == "cpu" else _behind_layers(model, own)
-    taken = {name for name, _ in behind}
+    after = [] if device.type == "cpu" else _after_layers(model, own)
+    taken = {name for name, _ in after}
     before = [(name, parameter) for name, parameter in own[""] if name not in taken]
     of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
     parts = [outside]
-    for names, held in [([], behind), *of_layers, ([], before)]:
+    for names, held in [([], after), *of_layers, ([], before)]:
         shared = [(n, p) for n, p in held if p not in unshared]
         # Frozen ones are in no bucket, because no other rank has them, and no step changes them.
         alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
@@ -115,12 +115,12 @@ def parts_of(
     return [part for part in parts if part.parameters]
 
 
-def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
+def _after_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
     """Returns the root's parameters registered after all layers."""
-    place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    index = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     # Without layers the result is empty, and the root stays one part.
-    last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
-    return [(name, parameter) for name, parameter in own[""] if place[name] > last]
+    last = max((index[name] for unit, held in own.items() if unit for name, _ in held), default=len(index))
+    return [(name, parameter) for name, parameter in own[""] if index[name] > last]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,14 +222,14 @@ def precision_of(
     key: BucketKey,
     *,
     adds_in_master: bool,
-    apart: bool,
+    separate_master: bool,
     copies: bool,
 ) -> Precision:
     """Returns the dtypes of a bucket.
 
     Args:
         adds_in_master: gradients are summed over the ranks in the master dtype.
-        apart: masters are stored in different memory than parameters.
+        separate_master: masters are stored in different memory than parameters.
         copies: see `Precision`.
     """
     if not key.trained:
@@ -242,7 +242,7 @@ def precision_of(
         config,
         key.dtype,
         gathered=key.gathered_dtype,
-        apart=apart,
+        separate_master=separate_master,
         adds_in_master=adds_in_master,
         copies=copies,
     )

@@ -352,10 +352,12 @@ class ZeroEngine:
         return full_state(slot, mine, self._parts.storage, timeout_s)
 
     @contextmanager
-    def lent(self, purpose: str, *, wanted: bool, model: nn.Module | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    def whole_copies(
+        self, purpose: str, *, wanted: bool, model: nn.Module | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """For savers: if `wanted`, makes parameters whole and exact, at stage 3 in host memory. Collective.
 
-        See `ShardedModel.lent`.
+        See `ShardedModel.whole_copies`.
 
         Args:
             purpose: name of the call, for errors about missing ranks.
@@ -366,7 +368,7 @@ class ZeroEngine:
         with (
             self.transport.watch.saving(),
             self._parts.exact.fetched_master(purpose, IN_GATHERED),
-            self.sharded.lent(self.model if model is None else model, purpose, wanted=wanted) as state,
+            self.sharded.whole_copies(self.model if model is None else model, purpose, wanted=wanted) as state,
         ):
             yield state
 
@@ -379,10 +381,10 @@ class ZeroEngine:
         """
         split = self._parts.split
         if split.is_empty:
-            with self.lent("whole_state_dict", wanted=wanted, model=model) as state:
+            with self.whole_copies("whole_state_dict", wanted=wanted, model=model) as state:
                 return state
         copy = self._parts.mesh.model_parallel
-        with self.lent("whole_state_dict", wanted=any(copy.exchange(wanted))) as state:
+        with self.whole_copies("whole_state_dict", wanted=any(copy.exchange(wanted))) as state:
             return whole_tensors(state, split.boxes(), copy, wanted=wanted)
 
     @property

@@ -19,12 +19,12 @@ class _Kept:
     """The state of an optimizer's rows when its engine was closed.
 
     Attributes:
-        places: the elements of each parameter on this rank.
+        intervals: the elements of each parameter on this rank.
         states: the states; {} if they were in files, which were removed with the engine.
         is_lost: whether there were states in files.
     """
 
-    places: dict[nn.Parameter, Interval]
+    intervals: dict[nn.Parameter, Interval]
     states: RowStates
     is_lost: bool
 
@@ -35,7 +35,7 @@ def keep_state(engine: ZeroEngine) -> None:
         in_files = sharded.is_in_files
         # Keep an entry on every rank, even without a row, because `take_up_state` is collective.
         sharded.optimizer.__dict__[_KEPT] = _Kept(
-            places=sharded.places(),
+            intervals=sharded.intervals(),
             states={} if in_files else sharded.row_state.by_parameter(),
             is_lost=in_files and bool(sharded.optimizer.state),
         )
@@ -53,7 +53,7 @@ def take_up_state(engine: ZeroEngine) -> None:
         if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
             continue
         fault = "was in files that no longer exist" if kept.is_lost else None
-        if kept.states and kept.places != sharded.places():
+        if kept.states and kept.intervals != sharded.intervals():
             fault = "is sharded differently than it would be now"
         faults = [each for each in engine.world.exchange(fault) if each is not None]
         if faults:

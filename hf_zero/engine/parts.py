@@ -76,7 +76,7 @@ class Parts:
     def end_reads(self) -> None:
         """Ends all reads of rows before a write: gathers that send from the shards, and copies that read the masters."""
         self.parameter_gather.finish_all()
-        if self.tier.is_apart:
+        if self.tier.is_offloaded:
             self.tier.h2d.wait()
         if not self.sharded.is_empty:
             self.sharded.schedule.reshard_all()

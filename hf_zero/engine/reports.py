@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket
-from ..buckets.packed import bytes_beside
+from ..buckets.packed import bytes_of_scales
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
@@ -82,11 +82,11 @@ def _parameter_rows(
     small = [parameter for parameter in trained if parameter not in sharded.unit_of]
     kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
     frozen = set(model.parameters()) - set(trained)
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers()) + bytes_beside(model)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers()) + bytes_of_scales(model)
     frozen_ddp = _kept_bytes(frozen, sharded) + buffer_bytes
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
-    apart = MemoryRow(kind="frozen parameters", bytes=sharded.frozen_bytes, ddp_bytes=0, where=where)
-    is_apart = apart.where != "device" and apart.bytes > 0
+    frozen_row = MemoryRow(kind="frozen parameters", bytes=sharded.frozen_bytes, ddp_bytes=0, where=where)
+    is_elsewhere = frozen_row.where != "device" and frozen_row.bytes > 0
     return [
         MemoryRow(
             kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole, where=where
@@ -94,10 +94,10 @@ def _parameter_rows(
         MemoryRow(kind="parameters kept whole", bytes=kept_whole, ddp_bytes=kept_whole),
         MemoryRow(
             kind="frozen parameters and buffers",
-            bytes=frozen_here + (0 if is_apart else apart.bytes),
+            bytes=frozen_here + (0 if is_elsewhere else frozen_row.bytes),
             ddp_bytes=frozen_ddp,
         ),
-        *([apart] if is_apart else []),
+        *([frozen_row] if is_elsewhere else []),
         *_in_tiers("fp32 master", {b: b.master.nbytes if b.keeps_master else 0 for b in buckets}),
     ]
 
@@ -112,7 +112,7 @@ def _gradient_rows(buckets: Sequence[Bucket], trained_bytes: int, held_bytes: Ma
     kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
     # If whole gradients live until the step, they are on the device, even if their reduced shards are offloaded.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
-    where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
+    where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_offloaded else "device" for b in buckets)
     return [
         MemoryRow(
             kind="gradients",
@@ -154,21 +154,21 @@ def _in_tiers(
     kind: str, nbytes: Mapping[Bucket, int], ddp_bytes: Mapping[Bucket, float] | None = None
 ) -> list[MemoryRow]:
     """Returns a row for each tier with a nonzero number of bytes, and at least one row."""
-    return _by_place(kind, {bucket: bucket.tier.name for bucket in nbytes}, nbytes, ddp_bytes or {})
+    return _by_tier(kind, {bucket: bucket.tier.name for bucket in nbytes}, nbytes, ddp_bytes or {})
 
 
 def _in_memory(kind: str, nbytes: Mapping[Bucket, int]) -> list[MemoryRow]:
     """Counts state in memory, also if the tier keeps state in files."""
-    return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in nbytes}, nbytes, {})
+    return _by_tier(kind, {bucket: bucket.tier.scratch_name for bucket in nbytes}, nbytes, {})
 
 
-def _by_place(
-    kind: str, place_of: Mapping[Bucket, str], nbytes: Mapping[Bucket, int], ddp_bytes: Mapping[Bucket, float]
+def _by_tier(
+    kind: str, tier_of: Mapping[Bucket, str], nbytes: Mapping[Bucket, int], ddp_bytes: Mapping[Bucket, float]
 ) -> list[MemoryRow]:
     found: dict[str, tuple[int, float]] = {}
-    for bucket, place in place_of.items():
-        so_far, ddp_so_far = found.get(place, (0, 0.0))
-        found[place] = (so_far + nbytes[bucket], ddp_so_far + ddp_bytes.get(bucket, 0.0))
+    for bucket, tier in tier_of.items():
+        so_far, ddp_so_far = found.get(tier, (0, 0.0))
+        found[tier] = (so_far + nbytes[bucket], ddp_so_far + ddp_bytes.get(bucket, 0.0))
     first = next(iter(found), "device")
     held = {name: sums for name, sums in found.items() if sums[0]} or {first: (0, 0.0)}
     return [

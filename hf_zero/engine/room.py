@@ -60,9 +60,9 @@ def bytes_elsewhere(
             owner,
             optimizers,
             mesh,
-            apart=parameter_tier.masters_apart(tier),
+            separate_master=parameter_tier.separates_masters(tier),
             copies=tier.copies_masters and not offload.moves_params,
-            with_gradients=tier.is_apart and not on_disk,
+            with_gradients=tier.is_offloaded and not on_disk,
         )
         # A lower bound, because whole buckets move. Anchors of outer steps are stored with masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
@@ -86,7 +86,7 @@ def _state_bytes(
     optimizers: Sequence[torch.optim.Optimizer],
     mesh: Mesh,
     *,
-    apart: bool,
+    separate_master: bool,
     copies: bool,
     with_gradients: bool,
 ) -> int:
@@ -96,14 +96,14 @@ def _state_bytes(
 
     Args:
         owner: (optimizer, group) of each trained parameter.
-        apart: whether masters are separate from parameters with the same dtype.
+        separate_master: whether masters are separate from parameters with the same dtype.
         copies: see `Precision`.
     """
     kinds: dict[tuple, list[int]] = {}
     # Bytes by the number of ranks sharing them.
     total = Counter[int]()
     for parameter, (index, group) in owner.items():
-        precision = resolve_precision(config, wanted_dtype(parameter), apart=apart, copies=copies)
+        precision = resolve_precision(config, wanted_dtype(parameter), separate_master=separate_master, copies=copies)
         key = (index, group, precision.master)
         # Run one trial step per group and dtype, because a model may have thousands of parameters.
         if key not in kinds:

@@ -412,8 +412,8 @@ class CopyChecks:
         self._forwards = self._steps = 0
         self._buckets = buckets
         self._ranks = everyone.exchange(tuple(split.ranks), "ranks of a copy of the model")
-        place = split.ranks.index(torch.distributed.get_rank())
-        self._held_before = _held_before(copy.exchange((place, split.boxes()), "parts of the model"), place)
+        index = split.ranks.index(torch.distributed.get_rank())
+        self._held_before = _held_before(copy.exchange((index, split.boxes()), "parts of the model"), index)
 
     def watch(self, entry: nn.Module) -> list[RemovableHandle]:
         """Compares the batches of the first training forwards of a module; returns the removable handles."""
@@ -477,11 +477,11 @@ class CopyChecks:
         return dict(zip(held, sums, strict=True))
 
 
-def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) -> set[str]:
+def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], index: int) -> set[str]:
     """Returns names of parameters of which a rank with a smaller index has the same part."""
     found = {of_rank: boxes for of_rank, boxes in everyone}
-    mine = found[place]
-    return {name for before in range(place) for name, box in found[before].items() if mine.get(name) == box}
+    mine = found[index]
+    return {name for before in range(index) for name, box in found[before].items() if mine.get(name) == box}
 
 
 def differing(
@@ -569,7 +569,7 @@ class Mesh:
         """Returns the ranks with the same part of a parameter; of a buffer, those with all of it."""
         return self.expert_dp if parameter in self.split.experts else self.dp
 
-    def place_of(self, parameter: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    def copies_of(self, parameter: torch.Tensor) -> tuple[tuple[int, ...], int]:
         """Returns the ranks with the same part of a parameter, and this rank's shard. Ranks with equal results have copies.
 
         Includes all ranks of the group, because the groups of experts and of other parameters may begin with the same rank.
@@ -605,12 +605,12 @@ class Mesh:
 def _data_parallel(
     config: ZeroConfig, device: torch.device, copies: ModelCopies | None = None, ledger: Ledger | None = None
 ) -> DataParallelGroup:
-    apart = None if copies is None else copies.dp_groups
-    groups = Groups.create(stage=config.stage, device_type=device.type, comm=config.comm, apart=apart)
+    separate = None if copies is None else copies.dp_groups
+    groups = Groups.create(stage=config.stage, device_type=device.type, comm=config.comm, separate=separate)
     return choose_group(groups, device, ledger)
 
 
 def _between(sets: Sequence[Sequence[int]], device: torch.device, comm: CommConfig, ledger: Ledger) -> Transport:
     """Makes a transport between the ranks of each set, for agreements only."""
-    groups = Groups.create(stage=1, device_type=device.type, comm=comm, apart=tuple(map(sorted, sets)))
+    groups = Groups.create(stage=1, device_type=device.type, comm=comm, separate=tuple(map(sorted, sets)))
     return choose_transport(groups, device, groups.timeout_s, ledger)

@@ -105,16 +105,16 @@ def group_layers(
         least_bytes: number of bytes from which on a unit gets no further layer.
     """
     groups: list[list[str]] = []
-    place, gathered_bytes = None, 0
+    parent, gathered_bytes = None, 0
     for name, module in units:
         nbytes = sum(parameter.nbytes for parameter in parameters_of[name])
-        its_place = (name.rpartition(".")[0], type(module))
-        if groups and its_place == place and gathered_bytes < least_bytes:
+        its_parent = (name.rpartition(".")[0], type(module))
+        if groups and its_parent == parent and gathered_bytes < least_bytes:
             groups[-1].append(name)
             gathered_bytes += nbytes
         else:
             groups.append([name])
-            place, gathered_bytes = its_place, nbytes
+            parent, gathered_bytes = its_parent, nbytes
     return groups
 
 

@@ -60,7 +60,7 @@ def refuse_second_engine(model: nn.Module) -> None:
             )
 
 
-def refuse_beside_split(
+def refuse_with_split_models(
     model: nn.Module, split: SplitModel, config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Raises `ConfigError` for settings and optimizers that do not work with a split model."""
@@ -77,7 +77,7 @@ def refuse_beside_split(
             "expert parallel), which must take each step together. Leave `comm.sync_every` at 1."
         )
     if split.experts:
-        _refuse_beside_experts(config)
+        _refuse_with_experts(config)
     if config.out_of_memory == "halve":
         raise ConfigError(
             "hf_zero config: `out_of_memory: halve` cannot be combined with a model that is split over ranks (tensor or expert "
@@ -91,19 +91,19 @@ def refuse_beside_split(
             )
 
 
-def _refuse_beside_experts(config: ZeroConfig) -> None:
+def _refuse_with_experts(config: ZeroConfig) -> None:
     """The same for experts that are split over more ranks than compute a batch together."""
-    apart = (
+    because = (
         "experts are split over more ranks than the rest of the model (ep_size above tp_size) and have separate groups"
     )
     if config.comm.shard_group_size != AUTO:
         raise ConfigError(
-            f"hf_zero config: `comm.shard_group_size` is {config.comm.shard_group_size}, and {apart}. The setting does not "
+            f"hf_zero config: `comm.shard_group_size` is {config.comm.shard_group_size}, and {because}. The setting does not "
             "define the size of these groups. Leave `comm.shard_group_size` at auto, or give ep_size the value of tp_size."
         )
     if config.comm.secondary_shard != "none":
         raise ConfigError(
-            f"hf_zero config: `comm.secondary_shard` is {config.comm.secondary_shard}, and {apart}. Some of these groups may "
+            f"hf_zero config: `comm.secondary_shard` is {config.comm.secondary_shard}, and {because}. Some of these groups may "
             "have only one rank on a node. Leave `comm.secondary_shard` at none, or give ep_size the value of tp_size."
         )
 

@@ -61,17 +61,17 @@ class Room:
     def fit_of(self, forecast: Forecast) -> str:
         """Returns FITS, CLOSE or TOO_LARGE."""
         needed = forecast.device_bytes
-        if self._short_beside_device(forecast) or needed > self.device * (1 + FORECAST_ERROR):
+        if self._other_shortage(forecast) or needed > self.device * (1 + FORECAST_ERROR):
             return TOO_LARGE
         return FITS if needed <= self.device * (1 - self.reserve) else CLOSE
 
     def describe(self, forecast: Forecast) -> str:
         """Formats the verdict and its reason: `close: 390 of 390 MB`."""
-        where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
+        where, needed, there = self._other_shortage(forecast) or ("", forecast.device_bytes, self.device)
         how = f"{where}, {of(needed, there)}" if where else of(needed, there)
         return f"{self.fit_of(forecast)}: {how if there else f'{size(needed)} of {where}, none was given'}"
 
-    def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
+    def _other_shortage(self, forecast: Forecast) -> tuple[str, int, int] | None:
         """Returns (memory, needed bytes, free bytes) of the host or the disk if offloaded state does not fit, otherwise None."""
         needs = (("host memory", forecast.host_bytes, self.host), ("disk", forecast.disk_bytes, self.disk))
         for where, needed, there in needs:

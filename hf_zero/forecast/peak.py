@@ -20,14 +20,14 @@ class Live:
         come: bytes of gradients that have arrived before and are not counted as live.
         most: maximum of live bytes.
         logits: the part of `most` in logits, and in tensors of their shape that the loss makes.
-        beside_logits: maximum of live bytes without logits, possibly at a different time.
+        without_logits: maximum of live bytes without logits, possibly at a different time.
     """
 
     gradient: str = ""
     come: int = 0
     most: int = 0
     logits: int = 0
-    beside_logits: int = 0
+    without_logits: int = 0
 
 
 class Peak(NamedTuple):
@@ -74,14 +74,14 @@ class Activations:
     @property
     def peak_bytes(self) -> int:
         """Maximum of live bytes, if each gradient is freed immediately."""
-        return self.peak_beside(0).live
+        return self.peak_with(0).live
 
     @property
     def has_logits(self) -> bool:
         """Whether the whole logits exist at any time."""
         return any(live.logits for live in self.curve)
 
-    def peak_beside(self, gradient_bytes: int, buffers: Sequence[int] = ()) -> Peak:
+    def peak_with(self, gradient_bytes: int, buffers: Sequence[int] = ()) -> Peak:
         """Finds the peak, if gradients accumulate during backward up to `gradient_bytes`.
 
         Args:
@@ -101,7 +101,7 @@ class Activations:
         return replace(
             self,
             curve=tuple(
-                replace(live, most=live.beside_logits + tile * (live.logits > 0), logits=0) for live in self.curve
+                replace(live, most=live.without_logits + tile * (live.logits > 0), logits=0) for live in self.curve
             ),
             saved_bytes=self.saved_bytes - self.saved_logits,
             saved_logits=0,
@@ -305,8 +305,8 @@ def _peak(
         return Peak(gathers, 0, plan.gradient_buffers)
     if moves or not plan.gradient_buffers:
         # The curve does not record when activations leave the device, so the buffers at the peak are unknown.
-        return activations.peak_beside(gathers)._replace(buffers=plan.gradient_buffers)
-    return activations.peak_beside(gathers, buffers_at([live.gradient for live in activations.curve], costs))
+        return activations.peak_with(gathers)._replace(buffers=plan.gradient_buffers)
+    return activations.peak_with(gathers, buffers_at([live.gradient for live in activations.curve], costs))
 
 
 def forecast_ddp(
@@ -314,7 +314,7 @@ def forecast_ddp(
 ) -> Forecast:
     """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: see `forecast`."""
     there = state.gradients if accumulates else 0
-    peak = activations.peak_beside(state.gradients - there) if activations else Peak(0, 0)
+    peak = activations.peak_with(state.gradients - there) if activations else Peak(0, 0)
     logits = peak.logits
     in_passes = max(there + peak.live, state.gradients + passing.step)
     passes = max(0, in_passes - state.gradients)
@@ -344,12 +344,12 @@ def _moved(costs: Sequence[BucketCost], config: ZeroConfig) -> dict[str, dict[st
     offload = config.offload
     found: dict[str, dict[str, int]] = {"host": {}, "files": {}}
     if offload.moves_state:
-        moved = [c for c in costs if c.trained and (c.apart or c.visits or c.state_in_files)]
+        moved = [c for c in costs if c.trained and (c.offloaded or c.visits or c.state_in_files)]
         where = found["files" if offload.optimizer == "nvme" else "host"]
         where["optimizer state"] = sum(c.state_bytes or 0 for c in moved)
         where["masters"] = sum(c.kept_master_bytes for c in moved)
         # Reduced gradients are in host memory for both tiers of state.
-        reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.apart)
+        reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.offloaded)
         found["host"]["gradients"] = reduced
     if offload.moves_params:
         where = found["files" if offload.params == "nvme" else "host"]

@@ -24,7 +24,7 @@ class BucketCost:
         state_itemsizes: bytes of an element for each kind of optimizer state; None if not known in advance.
         sharded: parameters are kept as a shard (stage 3).
         trained: False for parameters with neither gradient nor state.
-        apart: masters and reduced gradients are offloaded.
+        offloaded: masters and reduced gradients are offloaded.
         in_blocks: moments are stored in blocks of 8-bit codes.
         visits: optimizer state and separate masters are in host memory, and on the device for their step.
         state_in_files, parameters_in_files: optimizer state, or shards of parameters, are in files, each with the kept masters.
@@ -41,7 +41,7 @@ class BucketCost:
     state_itemsizes: tuple[int, ...] | None
     sharded: bool = False
     trained: bool = True
-    apart: bool = False
+    offloaded: bool = False
     in_blocks: bool = False
     visits: bool = False
     state_in_files: bool = False
@@ -176,7 +176,7 @@ def plan_states(
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
     waits = accumulates and config.accumulates_locally
-    is_cut = any(cost.apart or (cost.layout.shards > 1 and cost.layout.numel) for cost in costs)
+    is_cut = any(cost.offloaded or (cost.layout.shards > 1 and cost.layout.numel) for cost in costs)
     passes = config.stage >= 1 and is_cut
     pooled = passes and not (waits and config.stage == 1)
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
@@ -210,8 +210,8 @@ def _whole_state_bytes(cost: BucketCost) -> int | None:
 
 def _buffer_bytes(whole_numel: int, costs: Sequence[BucketCost]) -> int:
     """Bytes of whole-gradient buffers with `whole_numel` elements, and of temporary memory for the sums of these buckets."""
-    beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
-    return whole_numel * max(cost.reduce_bytes for cost in costs) + sum(sorted(beside, reverse=True)[:GRAD_BUFFERS])
+    scratches = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.offloaded]
+    return whole_numel * max(cost.reduce_bytes for cost in costs) + sum(sorted(scratches, reverse=True)[:GRAD_BUFFERS])
 
 
 def buffers_at(gradients: Sequence[str], costs: Sequence[BucketCost]) -> list[int]:
@@ -238,5 +238,5 @@ def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
     if pooled:
         return shard
     # Reduced in place if the dtype allows, otherwise copied into a shard next to the whole gradient.
-    in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
+    in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.offloaded
     return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

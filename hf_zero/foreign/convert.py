@@ -187,7 +187,7 @@ def convert(
     temporary = begin(out, needed_bytes=needed_bytes, disk=disk, merge=_alone)
     try:
         model.save_pretrained(temporary)
-        _copy_the_rest(source, temporary)
+        _copy_other_files(source, temporary)
         manifest, pieces = plan_rows(
             temporary / ZERO_FOLDER,
             rank=0,
@@ -275,7 +275,7 @@ def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrained
     return model
 
 
-def _copy_the_rest(source: Path, out: Path) -> None:
+def _copy_other_files(source: Path, out: Path) -> None:
     paths = sorted(source.iterdir())
     refuse_links(source, paths)
     for path in paths:

@@ -36,7 +36,7 @@ class DcpFolder(ChunkedFolder):
                 "FSDP."
             )
         paths = metadata.get("planner_data") or {}
-        places = self._places(metadata.get("storage_data") or {})
+        records = self._records(metadata.get("storage_data") or {})
         self._ends: dict[str, int] = {}
         for key, entry in metadata["state_dict_metadata"].items():
             path = paths.get(key)
@@ -45,7 +45,7 @@ class DcpFolder(ChunkedFolder):
                     f"hf_zero: {folder} was not written with DefaultSavePlanner ({key!r} has no path), which is not supported. "
                     "Continue the run with FSDP."
                 )
-            self.entries[path] = self._entry(key, entry, places)
+            self.entries[path] = self._entry(key, entry, records)
         self._refuse_short_files()
 
     def value(self, path: tuple[Any, ...]) -> Any:
@@ -53,31 +53,31 @@ class DcpFolder(ChunkedFolder):
         [chunk] = self.entries[path].chunks
         return chunk.load()
 
-    def _places(self, storage: dict[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Record]:
-        places = {}
+    def _records(self, storage: dict[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Record]:
+        records = {}
         for index, info in storage.items():
             offset = index.fields.get("offset")
-            places[index.fields["fqn"], None if offset is None else tuple(offset)] = info
-        return places
+            records[index.fields["fqn"], None if offset is None else tuple(offset)] = info
+        return records
 
-    def _entry(self, key: str, entry: Record, places: dict[Any, Record]) -> SavedEntry:
+    def _entry(self, key: str, entry: Record, records: dict[Any, Record]) -> SavedEntry:
         if "chunks" not in entry.fields:
-            place = places.get((key, None))
-            return SavedEntry(shape=None, dtype=None, chunks=(self._chunk(key, (), (), place),))
+            record = records.get((key, None))
+            return SavedEntry(shape=None, dtype=None, chunks=(self._chunk(key, (), (), record),))
         boxes = [(tuple(box.fields["offsets"]), tuple(box.fields["sizes"])) for box in entry.fields["chunks"]]
         return SavedEntry(
             shape=tuple(entry.fields["size"]),
             dtype=_dtype_of(entry),
-            chunks=tuple(self._chunk(key, offsets, sizes, places.get((key, offsets))) for offsets, sizes in boxes),
+            chunks=tuple(self._chunk(key, offsets, sizes, records.get((key, offsets))) for offsets, sizes in boxes),
         )
 
-    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Record | None) -> Chunk:
-        if place is None:
+    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], record: Record | None) -> Chunk:
+        if record is None:
             raise CheckpointError(
                 f"hf_zero: {self.folder}/.metadata does not state where {key!r} is stored; it is damaged, resume from another "
                 "checkpoint."
             )
-        fields = place.fields
+        fields = record.fields
         if fields.get("transform_descriptors"):
             raise CheckpointError(
                 f"hf_zero: {self.folder} was written with transforms ({fields['transform_descriptors']}), which are not "
@@ -311,7 +311,7 @@ class DcpCheckpoint(ForeignCheckpoint):
 
 def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
     if weight_shards_of(folder):
-        return WeightShards(folder, _MODEL_KEY), DcpFolder(_optimizer_beside(folder))
+        return WeightShards(folder, _MODEL_KEY), DcpFolder(_optimizer_next_to(folder))
     if (folder / METADATA_NAME).is_file():
         both = DcpFolder(folder)
         return both, both
@@ -321,9 +321,9 @@ def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
     return DcpFolder(folder / MODEL_FOLDER), DcpFolder(folder / OPTIMIZER_FOLDER)
 
 
-def _optimizer_beside(folder: Path) -> Path:
+def _optimizer_next_to(folder: Path) -> Path:
     """Finds the folder of transformers' `save_optimizer_distributed`, next to the weights or in a folder below."""
-    found = [place for place in (folder, *sorted(folder.iterdir())) if (place / METADATA_NAME).is_file()]
+    found = [path for path in (folder, *sorted(folder.iterdir())) if (path / METADATA_NAME).is_file()]
     if len(found) == 1:
         return found[0]
     if not found:
@@ -332,6 +332,6 @@ def _optimizer_beside(folder: Path) -> Path:
             "transformers.distributed.save_optimizer_distributed, into the same folder or a subfolder."
         )
     raise CheckpointError(
-        f"hf_zero: {folder} has several folders that may be the optimizer's: {', '.join(str(place) for place in found)}. Keep "
+        f"hf_zero: {folder} has several folders that may be the optimizer's: {', '.join(str(path) for path in found)}. Keep "
         "only the one that was saved with these weights."
     )

@@ -43,8 +43,8 @@ def tier(name: str) -> Rule:
             return unneeded("off, or left at its default")
         if value not in ("cpu", "nvme"):
             return unsupported(f"`offload.{name}` takes none, cpu or nvme")
-        beside = next((section[key] for key in _FOLDERS[name] if section.get(key)), None)
-        folder = {"offload.nvme_path": beside} if value == "nvme" and beside is not None else {}
+        path = next((section[key] for key in _FOLDERS[name] if section.get(key)), None)
+        folder = {"offload.nvme_path": path} if value == "nvme" and path is not None else {}
         return mapped({f"offload.{name}": value, **folder})
 
     return rule

@@ -214,10 +214,10 @@ def _as_yaml(settings: Mapping[str, Any]) -> str:
     nested: dict[str, Any] = {}
     for name, value in settings.items():
         *path, leaf = name.split(".")
-        place = nested
+        section = nested
         for step in path:
-            place = place.setdefault(step, {})
-        place[leaf] = value
+            section = section.setdefault(step, {})
+        section[leaf] = value
     return yaml.safe_dump(nested, sort_keys=False, allow_unicode=False)
 
 

@@ -191,9 +191,9 @@ def _plain_values(content: bytes) -> Any:
     memo: dict[Any, Any] = {}
 
     def above_the_mark() -> list[Any]:
-        place = marks.pop()
-        taken = stack[place:]
-        del stack[place:]
+        mark = marks.pop()
+        taken = stack[mark:]
+        del stack[mark:]
         return taken
 
     for operation, argument, _ in pickletools.genops(content):

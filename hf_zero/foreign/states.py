@@ -103,10 +103,10 @@ class ChunkedFolder:
         ]
         if any(of_dim[0] < 0 or of_dim[-1] > size for of_dim, size in zip(cuts, shape)):
             raise self._damaged(path, "has a chunk beyond its end")
-        place = [{cut: number for number, cut in enumerate(of_dim)} for of_dim in cuts]
+        numbers = [{cut: number for number, cut in enumerate(of_dim)} for of_dim in cuts]
         times = torch.zeros([len(of_dim) - 1 for of_dim in cuts], dtype=torch.int32)
         for offsets, sizes in boxes:
-            times[tuple(slice(at[o], at[o + s]) for at, o, s in zip(place, offsets, sizes))] += 1
+            times[tuple(slice(at[o], at[o + s]) for at, o, s in zip(numbers, offsets, sizes))] += 1
         if not bool((times == 1).all()):
             found = sum(math.prod(sizes) for _, sizes in boxes)
             raise self._damaged(
@@ -304,7 +304,7 @@ def _add_chunks(found: dict[str, _Found], path: Path) -> None:
 def _offsets_of(said: str, path: Path) -> dict[str, tuple[int, ...]]:
     """Returns the offsets of each tensor's box, by name."""
     try:
-        return {name: tuple(map(index, place["saved_offsets"])) for name, place in json.loads(said).items()}
+        return {name: tuple(map(index, chunk["saved_offsets"])) for name, chunk in json.loads(said).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"hf_zero: {path}: {_OFFSETS} in its header is damaged ({error!r}). {_THEN}") from error
 

@@ -50,9 +50,9 @@ class WeakHook(WeakMethod):
             owner = self._owner()
             # Without an owner there is no function either.
             return None if owner is None else self._function(owner, *args, **kwargs)
-        return self._call_apart(args, kwargs)
+        return self._call_without_modes(args, kwargs)
 
-    def _call_apart(self, args: tuple, kwargs: dict) -> Any:
+    def _call_without_modes(self, args: tuple, kwargs: dict) -> Any:
         compiler = set_eval_frame(None)
         try:
             self.was_compiled |= compiler is not None
@@ -74,7 +74,7 @@ def caller_of_hook() -> FrameType | None:
 
 # Two settings, because a traced function may call a hook, and a hook's own frame may be the first compiled one.
 vars(WeakHook.__call__)["_torchdynamo_disable"] = True
-for _method in (WeakHook.__call__, WeakHook._call_apart):
+for _method in (WeakHook.__call__, WeakHook._call_without_modes):
     set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 

@@ -119,8 +119,8 @@ def _place(path: Path, target: Path) -> None:
 
 
 @contextmanager
-def staging_folder(beside: Path) -> Iterator[Path]:
-    """Yields a temporary folder, on the disk of `beside` if possible, else in the system's folder for temporary files."""
-    parent = beside if os.access(beside, os.W_OK) else None
+def staging_folder(next_to: Path) -> Iterator[Path]:
+    """Yields a temporary folder, on the disk of `next_to` if possible, else in the system's folder for temporary files."""
+    parent = next_to if os.access(next_to, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".tmp-push-", dir=parent) as folder:
         yield Path(folder)

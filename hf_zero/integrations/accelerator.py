@@ -46,7 +46,7 @@ from .run_record import RunRecord
 from .same_loops import refuse_other_loops
 from .signals import StopSignals
 from .skipped_steps import tell_of_skipped_steps
-from .split_models import cut_sequences, refuse_other_split, split_models_aside
+from .split_models import cut_sequences, refuse_other_split, without_split_models
 from .state_folder import folder_to_fill, numbered_states, refuse_unless_state
 from .state_io import ZERO_FOLDER, load_engine, refuse_faults, seal_state, steps_of, write_state
 from .uneven_inputs import JoinedRanks, joined_ranks
@@ -209,8 +209,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         config = self.zero_config
         is_shared = self.num_processes > 1 or config.offload.moves_params
         # A submodule of a prepared model is already sharded with the whole model.
-        is_apart = all(engine_attached_to(parameter) is None for parameter in model.parameters())
-        return config.stage == 3 and is_shared and is_apart and not _is_frozen(model)
+        has_no_engine = all(engine_attached_to(parameter) is None for parameter in model.parameters())
+        return config.stage == 3 and is_shared and has_no_engine and not _is_frozen(model)
 
     def _prepare_ao(self, *args):
         # By default accelerate replaces the weights by tensors for FSDP2, which casts before it gathers. The optimizer still
@@ -515,7 +515,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # All ranks have met in the barrier of `folder_to_fill`, so these collectives match.
             for engine in self.zero_engines:
                 engine.synchronize("accelerator.save_state")
-            with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
+            with self._without_engines_optimizers(), without_split_models(self), self._copies_for_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
             manifests = [write_state(engine, folder, save) for engine, folder in zip(self.zero_engines, folders)]
@@ -550,7 +550,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         folders = [_zero_folder(folder, index) for index in range(len(self.zero_engines))]
         manifests = [Manifest.read(each) for each in folders]
         in_rows = [engine.model for engine, manifest in zip(self.zero_engines, manifests) if manifest.weights]
-        with self._engines_optimizers_aside(), split_models_aside(self, in_rows) as whole:
+        with self._without_engines_optimizers(), without_split_models(self, in_rows) as whole:
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         if manifests and manifests[0].world_size != self.num_processes:
             # accelerate counts micro-batches. With another number of ranks, the count does not match; start a new step.
@@ -595,16 +595,16 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return numbered[-1]
 
     @contextmanager
-    def _lent_to_hooks(self):
+    def _copies_for_hooks(self):
         """Gathers whole parameters on every rank for hooks of `register_save_state_pre_hook`, which may save on any rank."""
         with ExitStack() as stack:
             for engine in self.zero_engines if self._save_model_state_pre_hook else ():
                 for model in engine.models:
-                    stack.enter_context(engine.lent("accelerator.save_state", wanted=True, model=model))
+                    stack.enter_context(engine.whole_copies("accelerator.save_state", wanted=True, model=model))
             yield
 
     @contextmanager
-    def _engines_optimizers_aside(self):
+    def _without_engines_optimizers(self):
         """Hides the engines' optimizers from accelerate, which pickles whole optimizers; the engines save theirs as shards."""
         held = self._optimizers
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.gathered_memory import GatheredMemory
-from ..buckets.packed import bytes_beside
+from ..buckets.packed import bytes_of_scales
 from ..comm.groups import keeps_launch_order
 from ..config import ZeroConfig
 from ..device import available_host_bytes, in_units, ranks_on_this_host, rounded
@@ -171,7 +171,7 @@ def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> 
     """Returns the bytes of frozen parameters, of the scales of packed ones and of buffers, each whole."""
     trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
     frozen = [p for p in engine.module.parameters() if p not in trained and p not in without]
-    return sum(tensor.nbytes for tensor in (*frozen, *engine.module.buffers())) + bytes_beside(engine.module)
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.module.buffers())) + bytes_of_scales(engine.module)
 
 
 def _state_rows(
@@ -224,8 +224,8 @@ def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
 
 def _peak(forecast: Forecast) -> str:
     known = f"not counting {', '.join(forecast.unknown)}: " if forecast.unknown else ""
-    beside = f" and {in_units(forecast.host_bytes)} in host memory" if forecast.host_bytes else ""
-    return f"{known}{in_units(forecast.device_bytes)}{beside}"
+    on_host = f" and {in_units(forecast.host_bytes)} in host memory" if forecast.host_bytes else ""
+    return f"{known}{in_units(forecast.device_bytes)}{on_host}"
 
 
 def _dtypes(engine: ZeroEngine) -> str:
@@ -414,7 +414,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
         state_itemsizes=itemsizes,
         sharded=is_sharded,
         trained=bucket.trained,
-        apart=bucket.tier.is_apart,
+        offloaded=bucket.tier.is_offloaded,
         visits=bucket.tier.visits,
         in_blocks=engine.config.quantizes_moments,
         state_in_files=bucket.tier.name == IN_FILES,

@@ -171,7 +171,7 @@ class ZeroCallback(TrainerCallback):
             self._refuse_contradiction(trainer.accelerator.zero_config)
             # The arguments' plugin has installed the engine. Stop this plugin's watch, which would end a run with a different
             # config.
-            self._plugin.stand_aside()
+            self._plugin.stop_watching()
         else:
             self._plugin.attach(trainer.accelerator)
         if not isinstance(trainer, ZeroTrainerMixin):

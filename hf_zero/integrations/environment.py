@@ -132,7 +132,7 @@ def check_environment(accelerator: Accelerator) -> None:
 
 def _way_to_ranks_on_the_cpu(ranks: int) -> str:
     """Returns instructions, in words, to start this process as one of several ranks on a CPU."""
-    variable, words = "ACCELERATE_USE_CPU", _words_behind_python()
+    variable, words = "ACCELERATE_USE_CPU", _words_after_python()
     if os.environ.get("FORK_LAUNCHED", "").lower() in _YES or words[:1] == ["ipykernel_launcher"]:
         return f"set os.environ[{variable!r}] = 'true' in a cell before the launcher's"
     if not words or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks):
@@ -145,7 +145,7 @@ _WITH_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 """Python options whose value is the next word."""
 
 
-def _words_behind_python() -> list[str]:
+def _words_after_python() -> list[str]:
     """Returns the script with its arguments, or `-m` and a module with its arguments, from Python's command line.
 
     Returns [] for code without a file. Reads `sys.orig_argv`, because `hf_zero.run` sets `sys.argv` to the script's own
@@ -199,9 +199,9 @@ def _processes_on(words: list[str]) -> int | None:
     names = ("accelerate", "hf_zero.integrations.launcher")
     if "launch" not in words or not any(name in word for word in words[: words.index("launch")] for name in names):
         return None
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         flag, _, value = word.partition("=")
         if flag in ("--num_processes", "--num-processes"):
-            value = value or (words[place + 1] if place + 1 < len(words) else "")
+            value = value or (words[index + 1] if index + 1 < len(words) else "")
             return int(value) if value.isdigit() else None
     return None

@@ -188,7 +188,7 @@ class ZeroPlugin(ParallelismConfig):
         else:
             self._validate_accelerator(accelerator)
 
-    def stand_aside(self) -> None:
+    def stop_watching(self) -> None:
         """Allows optimizer steps without this plugin, if the engine is built in a different way."""
         if self._watch is not None:
             self._watch.close()
@@ -253,7 +253,7 @@ class ZeroPlugin(ParallelismConfig):
             accelerator.state.parallelism_config = self
             accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
         # After the checks above: a refused plugin continues to watch, and stops a script that trains anyway.
-        self.stand_aside()
+        self.stop_watching()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin)
             # Once per Accelerator, because every further exit handler would wait for the other ranks again.

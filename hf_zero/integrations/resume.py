@@ -276,19 +276,19 @@ def share_output_dir(trainer: Trainer) -> None:
         )
 
 
-def refuse_disks_apart(trainer: Trainer, disk: Disk) -> None:
+def refuse_separate_disks(trainer: Trainer, disk: Disk) -> None:
     """Refuses a run whose first save would fail. Collective.
 
     Raises:
         CheckpointError: on every rank, if ranks with separate disks would write into one file.
     """
-    fault = None if disk.is_of_all or not _writes_one_file(trainer) else disks_apart(trainer, disk)
+    fault = None if disk.is_of_all or not _writes_one_file(trainer) else separate_disks(trainer, disk)
     first = next(filter(None, exchange_between_ranks(fault)), None)
     if first is not None:
         raise CheckpointError(first)
 
 
-def disks_apart(trainer: Trainer, disk: Disk) -> str:
+def separate_disks(trainer: Trainer, disk: Disk) -> str:
     """Returns the error message for ranks with separate disks writing into one file."""
     settings = trainer.accelerator.zero_config.checkpoint
     return (
@@ -326,7 +326,7 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
     disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
     if saves and trainer.accelerator.zero_config.checkpoint.on_failure == "stop":
         # Refuse before training, because the first save would end the run.
-        refuse_disks_apart(trainer, disk)
+        refuse_separate_disks(trainer, disk)
     # Lock before clearing leftovers: another run's unfinished checkpoint has the same kind of name.
     with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks), replaced(trainer, "_alone_in", output_dir):
         yield

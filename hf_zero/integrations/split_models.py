@@ -61,7 +61,7 @@ def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
 
 
 @contextmanager
-def split_models_aside(
+def without_split_models(
     accelerator: Any, in_rows: Collection[nn.Module] | None = None
 ) -> Iterator[dict[nn.Module, int]]:
     """Hides split models from accelerate, which saves and loads whole models; the engine saves split ones as shards.

@@ -94,12 +94,12 @@ class _StepClock:
 
     def __init__(self) -> None:
         self._since_s = self._ended_s = time.perf_counter()
-        self._aside_s = 0.0
+        self._untimed_s = 0.0
         self._stands_still = False
 
     def go_on(self) -> None:
         if self._stands_still:
-            self._aside_s += time.perf_counter() - self._ended_s
+            self._untimed_s += time.perf_counter() - self._ended_s
             self._stands_still = False
 
     def step_ended(self) -> None:
@@ -111,7 +111,7 @@ class _StepClock:
     def taken(self) -> float:
         """Returns the seconds since the last call."""
         now_s = time.perf_counter()
-        seconds = now_s - self._since_s - self._aside_s
+        seconds = now_s - self._since_s - self._untimed_s
         self._since_s = self._ended_s = now_s
-        self._aside_s = 0.0
+        self._untimed_s = 0.0
         return seconds

@@ -196,7 +196,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if self._stop is None or engine is None:
             stock()
         else:
-            self._stop.behind_step(engine, stock)
+            self._stop.after_step(engine, stock)
 
     def _evaluate(self, *args, **kwargs):
         with nullcontext() if self._stop is None else self._stop.evaluation():
@@ -425,13 +425,13 @@ class ZeroTrainerMixin(_TrainerBase):
         if own_save or super().save_model.__func__ is not Trainer.save_model:
             # A subclass may save on one rank or on all, from the state dict or from parts of the model, so provide the whole
             # model on all ranks.
-            with engine.lent("trainer.save_model", wanted=True):
+            with engine.whole_copies("trainer.save_model", wanted=True):
                 super().save_model(output_dir, _internal_call=_internal_call)
             if self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
         # Called on all ranks although only one writes, because the gather inside is collective.
-        with self._lent_to_be_saved(engine) as state_dict:
+        with self._copies_to_save(engine) as state_dict:
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=state_dict)
                 write_run(self, Path(output_dir or self.args.output_dir))
@@ -439,9 +439,9 @@ class ZeroTrainerMixin(_TrainerBase):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     @contextmanager
-    def _lent_to_be_saved(self, engine: ZeroEngine):
+    def _copies_to_save(self, engine: ZeroEngine):
         if not engine.state.is_split:
-            with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+            with engine.whole_copies("trainer.save_model", wanted=self.args.should_save) as state_dict:
                 yield state_dict
             return
         state_dict = engine.whole_state_dict(wanted=self.args.should_save)

@@ -45,7 +45,7 @@ from .data_position import DataPosition
 from .frozen_base import FrozenBase
 from .model_parallel import as_if_whole
 from .progress_bars import progress_bar
-from .resume import disks_apart, share_output_dir
+from .resume import separate_disks, share_output_dir
 from .run_facts import write_run
 from .save_clock import SaveClock
 from .state_io import ZERO_FOLDER, plan_state, seal_state, state_bytes, write_state
@@ -90,13 +90,13 @@ class Layout(ABC):
 
         def make_files() -> dict[str, Any] | None:
             # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
-            with engine.sharded.gathered.lend_names():
+            with engine.sharded.gathered.use_names():
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
         # One rank per disk creates the files. All ranks need the offsets, and none may write before the files exist.
-        places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=AFTER_A_FAILED_SAVE)[0]
-        return None if places is None else self._plan(engine, tensors, places, folder)
+        layout = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=AFTER_A_FAILED_SAVE)[0]
+        return None if layout is None else self._plan(engine, tensors, layout, folder)
 
     @abstractmethod
     def _make(
@@ -109,7 +109,7 @@ class Layout(ABC):
 
     @abstractmethod
     def _plan(
-        self, engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: dict[str, Any], folder: Path
+        self, engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], layout: dict[str, Any], folder: Path
     ) -> WeightsPlan: ...
 
 
@@ -119,21 +119,25 @@ class HfLayout(Layout):
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, tuple[str, int]]:
-        places = {}
+        layout = {}
         for file in files:
             shapes = {name: (tensors[first].dtype, tensors[first].shape) for name, first in file.names.items()}
             begins = lay_out(file.path, shapes, file.metadata)
             # Adapters other than the default one have their own folders.
             below = file.path.relative_to(folder).as_posix()
-            places.update({first: (below, begins[name]) for name, first in file.names.items()})
-        return places
+            layout.update({first: (below, begins[name]) for name, first in file.names.items()})
+        return layout
 
     def _plan(
-        self, engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: dict[str, tuple[str, int]], folder: Path
+        self,
+        engine: ZeroEngine,
+        tensors: Mapping[str, torch.Tensor],
+        layout: dict[str, tuple[str, int]],
+        folder: Path,
     ) -> WeightsPlan:
         pieces = []
-        for name, interval, values in _own_values(engine, tensors, places):
-            file, begin = places[name]
+        for name, interval, values in _own_values(engine, tensors, layout):
+            file, begin = layout[name]
             offset = begin + interval.start * values.itemsize
             pieces.append(Piece(path=folder / file, offset=offset, values=values, name=name))
         return WeightsPlan(pieces=pieces)
@@ -160,19 +164,19 @@ class ShardedLayout(Layout):
         self,
         engine: ZeroEngine,
         tensors: Mapping[str, torch.Tensor],
-        places: dict[str, tuple[str, str, list[int]]],
+        layout: dict[str, tuple[str, str, list[int]]],
         folder: Path,
     ) -> WeightsPlan:
         return WeightsPlan(
             rows=[
-                (WEIGHTS, places[first][0], interval, values)
-                for first, interval, values in _own_values(engine, tensors, places)
+                (WEIGHTS, layout[first][0], interval, values)
+                for first, interval, values in _own_values(engine, tensors, layout)
             ],
-            weights={name: SavedWeight(dtype=dtype, shape=tuple(shape)) for name, dtype, shape in places.values()},
+            weights={name: SavedWeight(dtype=dtype, shape=tuple(shape)) for name, dtype, shape in layout.values()},
         )
 
 
-def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
+def can_write_parts(trainer: Trainer, stock_save: Any) -> bool:
     """Whether transformers' or peft's own code saves the Trainer's model, with exactly the tensors in the model.
 
     Args:
@@ -255,14 +259,14 @@ def _save_without_values(
 def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
     """Replaces the functions by which `save_pretrained` writes a file."""
     with ExitStack() as stack:
-        for place in _savers().values():
-            module, _, name = place.rpartition(".")
+        for saver in _savers().values():
+            module, _, name = saver.rpartition(".")
             stack.enter_context(replaced(importlib.import_module(module), name, save_file))
         yield
 
 
 def _own_values(
-    engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Any]
+    engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], layout: Mapping[str, Any]
 ) -> Iterator[tuple[str, Interval, torch.Tensor]]:
     """Yields this rank's parts of the saved tensors: first name in the model, interval of elements, live values."""
     name_of: dict[int, str] = {}
@@ -271,12 +275,12 @@ def _own_values(
     for own in engine.state.own_weights():
         # Parameters outside of the model have no name in its files.
         name = name_of.get(id(own.parameter), "")
-        if name in places:
+        if name in layout:
             yield name, own.interval, own.values
     if engine.groups.rank == 0:
         # Buffers, and below stage 3 frozen parameters, are the same on every rank.
         sharded = {id(p) for p in engine.state.bucketed_parameters()}
-        for name in places:
+        for name in layout:
             if id(tensors[name]) not in sharded:
                 yield name, Interval(0, tensors[name].numel()), values_to_save(tensors[name])
 
@@ -305,7 +309,7 @@ class CheckpointSaver:
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
         self._trainer = trainer
         self.engine = engine
-        self._is_placed = can_be_placed(trainer, stock_save)
+        self._writes_parts = can_write_parts(trainer, stock_save)
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
@@ -484,7 +488,7 @@ class CheckpointSaver:
             _note_best(trainer, run_folder, final)
             asked = on_all_ranks(
                 exchange,
-                lambda: self._write_the_rest(temporary, disk, position),
+                lambda: self._write_other_files(temporary, disk, position),
                 doing=f"write trainer state to {temporary}",
                 then=AFTER_A_FAILED_SAVE,
             )
@@ -541,7 +545,7 @@ class CheckpointSaver:
         if disk.leads and not self._is_asked_for_state:
             _write_scheduler(self._trainer, folder)
 
-    def _write_the_rest(self, folder: Path, disk: Disk, position: DataPosition | None) -> bool:
+    def _write_other_files(self, folder: Path, disk: Disk, position: DataPosition | None) -> bool:
         """Writes scheduler, scaler, random states and trainer state through the methods of Trainer or a subclass.
 
         Returns:
@@ -595,7 +599,7 @@ class CheckpointSaver:
         settings = self.engine.config.checkpoint
         is_hf = is_full or (settings.layout == "hf" and not settings.full_every)
         if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
-            raise CheckpointError(disks_apart(self._trainer, disk))
+            raise CheckpointError(separate_disks(self._trainer, disk))
         return HfLayout() if is_hf else ShardedLayout()
 
     def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
@@ -604,12 +608,12 @@ class CheckpointSaver:
             done_on_all_ranks(
                 world.merge,
                 disk.rank,
-                lambda: self._save_beside_weights(temporary) if disk.leads else None,
+                lambda: self._save_other_files(temporary) if disk.leads else None,
                 doing=f"write the model's config to {temporary}",
                 then=AFTER_A_FAILED_SAVE,
             )
             return weight_rows(self.engine)
-        if self._is_placed:
+        if self._writes_parts:
             plan = layout.plan(self._trainer, self.engine, temporary, disk, world.exchange)
             if plan is not None:
                 return plan
@@ -622,7 +626,7 @@ class CheckpointSaver:
         )
         return WeightsPlan()
 
-    def _save_beside_weights(self, folder: Path) -> None:
+    def _save_other_files(self, folder: Path) -> None:
         """Writes the files `save_pretrained` saves in addition to weights, for a model whose weights are saved as shards."""
         model: Any = self.engine.model
         with as_if_whole(model):

@@ -41,11 +41,11 @@ class TrainerStop(StopSignals):
         self._trial = trial
         self.saved_step = -1
         self.saves_by_time = False
-        self._is_behind_step = self._is_put_off = self._evaluates = False
+        self._is_after_step = self._is_put_off = self._evaluates = False
         self._left_for = self._number = 0
         self._evaluation_s = 0.0
 
-    def behind_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
+    def after_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
         """Calls `stock` to log, evaluate and save if due, and ends the run if a stop is due. Collective."""
         before, number = self.saved_step, engine.stop_due
         # Handle the stop only once. Trainer calls this method again at the end of an epoch, after the same step.
@@ -58,13 +58,13 @@ class TrainerStop(StopSignals):
         number = number or self._number
         if not number:
             self._save_by_time(engine, stock, is_due=is_due)
-            self._is_behind_step = True
+            self._is_after_step = True
             try:
                 stock()
             except _EvaluationLeft:
                 number = self._left_for
             finally:
-                self._is_behind_step = self.saves_by_time = False
+                self._is_after_step = self.saves_by_time = False
         if not number and self.saved_step != before:
             # The save may have taken longer than all steps since the last check, so ask all ranks now instead of after the
             # next step.
@@ -142,7 +142,7 @@ class TrainerStop(StopSignals):
         """Wraps Trainer's evaluation. If a stop interrupts the evaluation, the random states from before are restored."""
         # At the start of training (`eval_on_start`), no step's checkpoint records this evaluation as due, so a resumed run
         # would not repeat the evaluation.
-        if not self._is_behind_step:
+        if not self._is_after_step:
             yield
             return
         with tempfile.TemporaryDirectory() as folder:

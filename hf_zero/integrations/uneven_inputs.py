@@ -94,21 +94,21 @@ class JoinedRanks:
 
     def clips(self, engine: ZeroEngine, kind: str, parameters: Sequence[nn.Parameter], *values: float) -> None:
         """Announces a clip of the gradients of some parameters."""
-        place = next((i for i, joined in enumerate(self._joined) if joined.engine is engine), None)
-        if place is None or self._follows:
+        index = next((i for i, joined in enumerate(self._joined) if joined.engine is engine), None)
+        if index is None or self._follows:
             return
         wanted = set(parameters)
         trained = list(engine.module.parameters())
         subset = [i for i, p in enumerate(trained) if p in wanted]
         # By index instead of by object, because the other ranks have their own parameters in the same order.
-        self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
+        self._tell(Event(kind, index, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
 
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # A forward inside backward is a recomputation of activation checkpointing, which all ranks repeat in their backward.
         if self._follows or is_in_backward():
             return
-        place = self._place_of(model)
-        joined = self._joined[place]
+        index = self._index_of(model)
+        joined = self._joined[index]
         joined.inputs = (args, kwargs)
         joined.forwards += 1
         details = {
@@ -116,40 +116,40 @@ class JoinedRanks:
             "training": model.training,
             "accumulates": joined.engine.is_accumulating,
         }
-        self._tell(Event("forward", place, details))
+        self._tell(Event("forward", index, details))
 
     def _after_forward(self, model: nn.Module, _args: tuple, outputs: object) -> None:
         if self._follows or is_in_backward():
             return
         told: list[bool] = []
-        place = self._place_of(model)
-        number = self._joined[place].forwards
+        index = self._index_of(model)
+        number = self._joined[index].forwards
         # Hook every output, because a loss may use any of them. `told` makes only the first hook act.
         for tensor in differentiable_tensors(outputs):
-            tensor.register_hook(lambda _: self._before_backward(place, number, told))
+            tensor.register_hook(lambda _: self._before_backward(index, number, told))
 
-    def _place_of(self, model: nn.Module) -> int:
-        return next(place for place, joined in enumerate(self._joined) if joined.model is model)
+    def _index_of(self, model: nn.Module) -> int:
+        return next(index for index, joined in enumerate(self._joined) if joined.model is model)
 
-    def _before_backward(self, place: int, number: int, told: list[bool]) -> None:
+    def _before_backward(self, index: int, number: int, told: list[bool]) -> None:
         if told:
             return
         told.append(True)
-        joined = self._joined[place]
+        joined = self._joined[index]
         if number != joined.forwards:
             raise RuntimeError(
                 "hf_zero: a backward inside join_uneven_inputs goes through more than one forward of a model, which "
                 "ranks without batches cannot follow. Make the batches even (even_batches=True), or call the model "
                 "once for each backward."
             )
-        self._tell(Event("backward", place, {"accumulates": joined.engine.is_accumulating}))
+        self._tell(Event("backward", index, {"accumulates": joined.engine.is_accumulating}))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-        for place, joined in enumerate(self._joined):
+        for index, joined in enumerate(self._joined):
             for index, sharded in enumerate(joined.engine.optimizers):
                 if sharded.optimizer is optimizer and not self._follows:
                     self._steps += 1
-                    self._tell(Event("step", place, {"optimizer": index, "groups": _settings_of(optimizer)}))
+                    self._tell(Event("step", index, {"optimizer": index, "groups": _settings_of(optimizer)}))
 
     def _tell(self, event: Event) -> None:
         everyones: list[Event | None] = self._transport.exchange(event, _PURPOSE)
@@ -345,9 +345,9 @@ def _accumulating(engine: ZeroEngine, details: dict[str, Any]) -> AbstractContex
     return engine.no_sync() if details["accumulates"] else nullcontext()
 
 
-def _chosen(engine: ZeroEngine, places: list[int] | None) -> list[nn.Parameter] | None:
+def _chosen(engine: ZeroEngine, indices: list[int] | None) -> list[nn.Parameter] | None:
     parameters = list(engine.module.parameters())
-    return None if places is None else [parameters[place] for place in places]
+    return None if indices is None else [parameters[index] for index in indices]
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -173,8 +173,8 @@ def _faults_of_quantized(
         wanted = expected.get(tensor.name)
         # A parameter's quantization tensors (`weight.absmax`) are named below its name, a module's (`weight_scale`) next to
         # it.
-        places = [tensor.name[: place.start()] for place in re.finditer(r"[.:]", tensor.name)]
-        module = next((place for place in reversed(places) if place in modules), None)
+        parents = [tensor.name[: dot.start()] for dot in re.finditer(r"[.:]", tensor.name)]
+        module = next((parent for parent in reversed(parents) if parent in modules), None)
         is_codes = tensor.dtype not in _FLOATING and (wanted is None or wanted.is_floating)
         has_codes |= is_codes
         if wanted is None and module is None:
@@ -246,8 +246,8 @@ def consolidate(
             file = (
                 SAFETENSORS_SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             )
-            places = {tensor.name: (dtype_of(tensor), tensor.shape) for tensor in shard}
-            begins = lay_out(out / file, places, {"format": "pt"})
+            layout = {tensor.name: (dtype_of(tensor), tensor.shape) for tensor in shard}
+            begins = lay_out(out / file, layout, {"format": "pt"})
             for tensor in shard:
                 values = weights.read(tensor).to(dtype_of(tensor)).reshape(-1)
                 Piece(path=out / file, offset=begins[tensor.name], values=values).write()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..arithmetic.flat import runs_triton
 from .base import kernel
-from .flat_steps import Place, launch, load_gradient, own_elements, store_weights
+from .flat_steps import Operands, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -47,7 +47,7 @@ class AdamW:
         return decay, 1 - beta1, beta2, 1 - beta2, step_size, inverse_bias2_sqrt, self.eps
 
 
-def adamw(place: Place, settings: AdamW) -> None:
+def adamw(operands: Operands, settings: AdamW) -> None:
     """Steps in place, by the formula of `torch.optim.AdamW` (torch/optim/adam.py, `_single_tensor_adam`).
 
     With g = gradient * multiplier, lr, beta1, beta2, eps, weight decay d and step t (Loshchilov and Hutter,
@@ -61,29 +61,29 @@ def adamw(place: Place, settings: AdamW) -> None:
     Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-        place: the states are `exp_avg` and `exp_avg_sq`, float32.
+        operands: the states are `exp_avg` and `exp_avg_sq`, float32.
 
     Raises:
         ValueError: a tensor has the wrong shape, dtype or device.
     """
-    place.check()
-    (adamw_triton if runs_triton(place.weights.device) else adamw_reference)(place, settings)
+    operands.check()
+    (adamw_triton if runs_triton(operands.weights.device) else adamw_reference)(operands, settings)
 
 
-def adamw_reference(place: Place, settings: AdamW) -> None:
+def adamw_reference(operands: Operands, settings: AdamW) -> None:
     """Computes `adamw` in torch, with the same bits as the kernel."""
     decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias2_sqrt, eps = settings.scalars
-    g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
+    g, exp_avg = operands.unscaled_gradient, operands.states["exp_avg"]
     m = exp_avg + (g - exp_avg) * one_minus_beta1
-    v = place.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
+    v = operands.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
     # On the host, torch's float32 square root may be off by one unit in the last place; via double, rounding is correct.
     root = v.double().sqrt_().float()
-    w = place.weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
-    place.write(w, {"exp_avg": m, "exp_avg_sq": v})
+    w = operands.weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
+    operands.write(w, {"exp_avg": m, "exp_avg_sq": v})
 
 
-def adamw_triton(place: Place, settings: AdamW) -> None:
-    launch(_adamw, place, ("exp_avg", "exp_avg_sq"), settings.scalars)
+def adamw_triton(operands: Operands, settings: AdamW) -> None:
+    launch(_adamw, operands, ("exp_avg", "exp_avg_sq"), settings.scalars)
 
 
 @kernel

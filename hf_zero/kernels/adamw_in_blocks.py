@@ -17,7 +17,7 @@ from ..buckets.rows import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantize_dynamic
 from ..layout.blocks import BLOCK_NUMEL, blocks
 from .adamw import AdamW, adamw_reference, next_moments, next_weights
 from .base import is_interpreted, kernel
-from .flat_steps import Place, load_gradient, own_elements, store_weights
+from .flat_steps import Operands, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -29,43 +29,43 @@ _CHUNK_NUMEL = 1 << 17
 """Number of elements whose moments the reference holds in float32 at a time; a whole number of blocks."""
 
 
-def adamw_in_blocks(place: Place, settings: AdamW) -> None:
+def adamw_in_blocks(operands: Operands, settings: AdamW) -> None:
     """Steps in place; computes the same bits as `dequantize_dynamic`, `adamw` and `quantize_dynamic`.
 
     Args:
-        place: the states are `exp_avg` and `exp_avg_sq`, each a `Coded` with codes and scales for as many elements as there are
+        operands: the states are `exp_avg` and `exp_avg_sq`, each a `Coded` with codes and scales of as many elements as there are
             weights, by SIGNED and UNSIGNED. After the last element, a block is padded with zeros.
 
     Raises:
         ValueError: a tensor has the wrong shape, dtype or device.
     """
-    place.check()
+    operands.check()
     for name in ("exp_avg", "exp_avg_sq"):
-        place.states[name].check(f"{name}'s ", numel=place.weights.numel(), device=place.weights.device)
-    (adamw_in_blocks_triton if runs_triton(place.weights.device) else adamw_in_blocks_reference)(place, settings)
+        operands.states[name].check(f"{name}'s ", numel=operands.weights.numel(), device=operands.weights.device)
+    (adamw_in_blocks_triton if runs_triton(operands.weights.device) else adamw_in_blocks_reference)(operands, settings)
 
 
-def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
+def adamw_in_blocks_reference(operands: Operands, settings: AdamW) -> None:
     """Computes `adamw_in_blocks` in torch, with the same bits as the kernel.
 
     If `found_inf` stops the step, moments get the codes that they had before: [Note: nothing drifts].
     """
-    numel, copy = place.weights.numel(), place.copy
-    moments = place.weights.new_empty((2, min(_CHUNK_NUMEL, numel)), dtype=torch.float32)
+    numel, copy = operands.weights.numel(), operands.copy
+    moments = operands.weights.new_empty((2, min(_CHUNK_NUMEL, numel)), dtype=torch.float32)
     for start in range(0, numel, _CHUNK_NUMEL):
         part = slice(start, min(start + _CHUNK_NUMEL, numel))
         there = slice(start // BLOCK_NUMEL, blocks(part.stop))
         states = dict(zip(("exp_avg", "exp_avg_sq"), moments[:, : part.stop - start].unbind()))
         packed = [
-            (states[name], place.states[name].codes[part], place.states[name].scales[there], code)
+            (states[name], operands.states[name].codes[part], operands.states[name].scales[there], code)
             for name, code in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED))
         ]
         for moment, codes, scales, code in packed:
             dequantize_dynamic(codes, scales, moment, code)
         own = replace(
-            place,
-            weights=place.weights[part],
-            gradient=place.gradient[part],
+            operands,
+            weights=operands.weights[part],
+            gradient=operands.gradient[part],
             states=states,
             copy=None if copy is None else copy[part],
         )
@@ -74,20 +74,20 @@ def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
             quantize_dynamic(moment, codes, scales, code)
 
 
-def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
-    numel, m, v = place.weights.numel(), place.states["exp_avg"], place.states["exp_avg_sq"]
+def adamw_in_blocks_triton(operands: Operands, settings: AdamW) -> None:
+    numel, m, v = operands.weights.numel(), operands.states["exp_avg"], operands.states["exp_avg_sq"]
     if numel:
         _adamw_in_blocks[(blocks(numel),)](
-            place.weights,
-            place.gradient,
+            operands.weights,
+            operands.gradient,
             m.codes,
             m.scales,
             v.codes,
             v.scales,
-            *_tables_of_both(place.weights.device),
-            place.copy,
-            place.multiplier,
-            place.found_inf,
+            *_tables_of_both(operands.weights.device),
+            operands.copy,
+            operands.multiplier,
+            operands.found_inf,
             numel,
             *settings.scalars,
             SMALLEST=SMALLEST_NORMAL,

@@ -23,12 +23,12 @@ from ..hooks.tensors import set_all
 from ..layout.blocks import is_in_blocks
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
-from ..optimizer.bucket_steps import BucketStep, LentStep
+from ..optimizer.bucket_steps import BucketStep, FetchedStep
 from ..optimizer.moments_in_blocks import StateInBlocks
 from ..optimizer.storage import Assigned, StepChoice
 from .adamw import AdamW, adamw
 from .adamw_in_blocks import adamw_in_blocks
-from .flat_steps import Place, PreparedLaunch
+from .flat_steps import Operands, PreparedLaunch
 from .lion import Lion, lion
 from .sgd import SGD, sgd
 
@@ -100,12 +100,12 @@ class KernelForm(ABC):
         """Returns the launch that `step` does in Triton, with `scalars` of the settings; None if it depends on the settings.
 
         Args:
-            launches: see `Place`.
+            launches: see `Operands`.
         """
         return None
 
     @abstractmethod
-    def step(self, place: Place, settings: Any) -> None:
+    def step(self, operands: Operands, settings: Any) -> None:
         """Computes the step."""
 
 
@@ -220,12 +220,12 @@ class AdamWForm(KernelForm):
     def only_launch(self, launches: Mapping[tuple[Any, ...], PreparedLaunch]) -> PreparedLaunch | None:
         return next(iter(launches.values()), None)
 
-    def step(self, place: Place, settings: AdamW) -> None:
-        adamw(place, settings)
+    def step(self, operands: Operands, settings: AdamW) -> None:
+        adamw(operands, settings)
 
-    def step_in_blocks(self, place: Place, settings: AdamW) -> None:
+    def step_in_blocks(self, operands: Operands, settings: AdamW) -> None:
         """Computes the step on moments in 8-bit blocks, and keeps the moments in blocks."""
-        adamw_in_blocks(place, settings)
+        adamw_in_blocks(operands, settings)
 
 
 class SGDForm(KernelForm):
@@ -251,8 +251,8 @@ class SGDForm(KernelForm):
             first_step=bool(phase),
         )
 
-    def step(self, place: Place, settings: SGD) -> None:
-        sgd(place, settings)
+    def step(self, operands: Operands, settings: SGD) -> None:
+        sgd(operands, settings)
 
 
 class LionForm(KernelForm):
@@ -275,8 +275,8 @@ class LionForm(KernelForm):
             weight_decay=self._weight_decay(group),
         )
 
-    def step(self, place: Place, settings: Lion) -> None:
-        lion(place, settings)
+    def step(self, operands: Operands, settings: Lion) -> None:
+        lion(operands, settings)
 
     def _weight_decay(self, group: Group) -> float:
         """Weight decay. With `decoupled_weight_decay`, the group's value divided by the initial lr, to hold at the initial lr."""
@@ -459,7 +459,7 @@ class _Cut(NamedTuple):
         names: of the states.
         master, copied: the whole tensors, which the bucket may replace.
         weights, states, copy: the slices.
-        launches: see `Place`.
+        launches: see `Operands`.
     """
 
     names: Sequence[str]
@@ -479,8 +479,8 @@ class _Stepped:
         buckets, rows: in order; the rows of each bucket.
         reads: by group, what the kernel has read of it.
         masters, copies: the whole tensors of each bucket, which the bucket may replace; see `_Cut`.
-        places, launches: of each bucket, for each run of its rows; see `KernelForm.only_launch`.
-        nothing: an empty gradient, which the places have between steps.
+        operands, launches: of each bucket, for each run of its rows; see `KernelForm.only_launch`.
+        nothing: an empty gradient, which the operands have between steps.
         tensors: of all rows.
         entries: the values in the rows' states, in order.
         counted: see `KernelForm.counted`.
@@ -491,7 +491,7 @@ class _Stepped:
     reads: dict[int, _GroupRead]
     masters: list[torch.Tensor]
     copies: list[torch.Tensor | None]
-    places: list[list[Place]]
+    operands: list[list[Operands]]
     launches: list[list[PreparedLaunch | None]]
     nothing: torch.Tensor
     tensors: list[torch.Tensor]
@@ -630,19 +630,19 @@ class KernelStep(BucketStep):
             take_coefficients(cast(Any, list(map(GRADIENT_OF, last.tensors))))
         is_as_before = self._scalars[0] is multiplier and self._scalars[1] is found_inf
         runs_kernel = runs_triton(buckets[0].device)
-        all_places = list(chain.from_iterable(last.places))
-        set_all(all_places, "gradient", map(_TENSOR, chain.from_iterable(flats_of)))
-        set_all(all_places, "multiplier", repeat(multiplier))
-        set_all(all_places, "found_inf", repeat(found_inf))
-        set_all(all_places, "is_as_before", repeat(True))
-        set_all(last.places[0], "is_as_before", repeat(is_as_before))
-        for bucket, places, launches, copy in zip(buckets, last.places, last.launches, last.copies):
+        all_operands = list(chain.from_iterable(last.operands))
+        set_all(all_operands, "gradient", map(_TENSOR, chain.from_iterable(flats_of)))
+        set_all(all_operands, "multiplier", repeat(multiplier))
+        set_all(all_operands, "found_inf", repeat(found_inf))
+        set_all(all_operands, "is_as_before", repeat(True))
+        set_all(last.operands[0], "is_as_before", repeat(is_as_before))
+        for bucket, operands, launches, copy in zip(buckets, last.operands, last.launches, last.copies):
             settings = reads[bucket.key.group].settings(phase)
-            for place, launch in zip(places, launches):
+            for each, launch in zip(operands, launches):
                 if launch is not None and is_as_before and runs_kernel:
-                    launch(place, settings.scalars)
+                    launch(each, settings.scalars)
                 else:
-                    self._form.step(place, settings)
+                    self._form.step(each, settings)
             # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
             increment_version(bucket.row_tensors)
             if copy is not None:
@@ -650,7 +650,7 @@ class KernelStep(BucketStep):
             stepped(bucket)
             is_as_before = True
         # The gradients' memory is free for the next forward.
-        set_all(all_places, "gradient", repeat(last.nothing))
+        set_all(all_operands, "gradient", repeat(last.nothing))
         self._scalars = multiplier, found_inf
         noted[buckets[0]] = last
         return True
@@ -671,7 +671,7 @@ class KernelStep(BucketStep):
         if any(self.hindrance(bucket) is not None for bucket in buckets):
             return
         reads = {bucket.key.group: self._group(bucket.key.group) for bucket in buckets}
-        places: list[list[Place]] = []
+        operands: list[list[Operands]] = []
         launches: list[list[PreparedLaunch | None]] = []
         nothing = torch.empty(0)
         for bucket in buckets:
@@ -680,7 +680,7 @@ class KernelStep(BucketStep):
             found = [cut for cut in cuts if cut is not None and self._is_of_now(cut, bucket, names)]
             if not found or len(found) != len(cuts):
                 return
-            places.append([self._place_again(cut, nothing) for cut in found])
+            operands.append([self._operands_again(cut, nothing) for cut in found])
             launches.append([self._form.only_launch(cut.launches) for cut in found])
         rows = list(chain.from_iterable(rows_of.values()))
         tensors: list[Any] = list(map(TENSOR_OF, rows))
@@ -692,7 +692,7 @@ class KernelStep(BucketStep):
                 reads=reads,
                 masters=[bucket.master for bucket in buckets],
                 copies=[bucket.copy_to_write for bucket in buckets],
-                places=places,
+                operands=operands,
                 launches=launches,
                 nothing=nothing,
                 tensors=tensors,
@@ -701,9 +701,9 @@ class KernelStep(BucketStep):
             )
 
     @staticmethod
-    def _place_again(cut: _Cut, gradient: torch.Tensor) -> Place:
+    def _operands_again(cut: _Cut, gradient: torch.Tensor) -> Operands:
         """Returns what a kernel steps again, once it has a gradient."""
-        return Place(
+        return Operands(
             weights=cut.weights,
             gradient=gradient,
             states=cut.states,
@@ -730,7 +730,7 @@ class KernelStep(BucketStep):
         states_of = dict(zip(rows, map(self._optimizer.state.__getitem__, map(TENSOR_OF, rows))))
         phase_of = self._form.begin(read.group, states_of, partial(self._flat.make_ready, bucket))
         for run, phase, clip in self._runs(rows, phase_of):
-            self._form.step(self._place(bucket, run, read.names, clip), read.settings(phase))
+            self._form.step(self._operands(bucket, run, read.names, clip), read.settings(phase))
 
     def _runs(
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
@@ -749,7 +749,7 @@ class KernelStep(BucketStep):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 
-    def _place(self, bucket: Bucket, run: Run, names: Sequence[str], clip: Coefficient | None) -> Place:
+    def _operands(self, bucket: Bucket, run: Run, names: Sequence[str], clip: Coefficient | None) -> Operands:
         """Slices a bucket's tensors for a run. The slices are kept: making and checking them costs more than a launch."""
         cuts, interval = self._cuts.setdefault(bucket, {}), run.interval
         cut, master, copied = cuts.get(interval), bucket.master, bucket.copy_to_write
@@ -762,11 +762,11 @@ class KernelStep(BucketStep):
             # The cache is bounded, because if different rows have gradients in each step, the intervals change as well.
             if self._lasts and len(cuts) < len(bucket.rows):
                 cuts[interval] = cut
-        return self._place_of(
+        return self._operands_of(
             run, cut.weights, cut.states, cut.copy, clip, is_checked=is_checked, launches=cut.launches
         )
 
-    def _place_of(
+    def _operands_of(
         self,
         run: Run,
         weights: torch.Tensor,
@@ -776,8 +776,8 @@ class KernelStep(BucketStep):
         *,
         is_checked: bool = False,
         launches: dict[tuple[Any, ...], Any] | None = None,
-    ) -> Place:
-        return Place(
+    ) -> Operands:
+        return Operands(
             weights=weights,
             gradient=run.gradient,
             states=states,
@@ -846,8 +846,8 @@ class KernelStepInBlocks(KernelStep):
                 if is_small
                 else {name: packed[name].cut(interval) for name in names}
             )
-            place = self._place_of(run, bucket.master[part], states, None if copy is None else copy[part], clip)
-            (self._form.step if is_small else self._form.step_in_blocks)(place, settings)
+            operands = self._operands_of(run, bucket.master[part], states, None if copy is None else copy[part], clip)
+            (self._form.step if is_small else self._form.step_in_blocks)(operands, settings)
 
     def forget(self, bucket: Bucket) -> None:
         super().forget(bucket)
@@ -882,7 +882,7 @@ class KernelShare:
         Args:
             kernel: None if no kernel computes the optimizer's step; `else_why` is the reason.
         """
-        here = [bucket for bucket in buckets if not bucket.tier.is_apart]
+        here = [bucket for bucket in buckets if not bucket.tier.is_offloaded]
         self._bucket_count += len(here)
         if kernel is None:
             if here:
@@ -961,7 +961,7 @@ class KernelSteps(StepChoice):
         blocks = {bucket: state for bucket, state in there.items() if isinstance(state, StateInBlocks)}
         form, kernel = form_in_blocks_of(optimizer), None
         if form is not None:
-            unpacked = LentStep(optimizer, states)
+            unpacked = FetchedStep(optimizer, states)
             kernel = KernelStepInBlocks(optimizer, form, self._found_inf, unpacked, blocks)
         why = f"no kernel implements {type(optimizer).__name__} with moments in 8 bits"
         return self._assigned(optimizer, list(blocks), kernel, why)

@@ -24,26 +24,26 @@ tensors need different layouts, and the compiler converts between them through s
 class PreparedLaunch:
     """A kernel with its grid, constants, and the tensors that stay from step to step."""
 
-    def __init__(self, step: Kernel, place: Place, states: Sequence[str], constants: dict[str, object]):
-        self._numel = place.weights.numel()
+    def __init__(self, step: Kernel, operands: Operands, states: Sequence[str], constants: dict[str, object]):
+        self._numel = operands.weights.numel()
         self._run = step[(ceil_div(self._numel, STEP_BLOCK_NUMEL),)]
-        self._weights = place.weights
-        self._others = (*(place.states.get(name) for name in states), place.copy)
+        self._weights = operands.weights
+        self._others = (*(operands.states.get(name) for name in states), operands.copy)
         self._constants = constants | {
             "BLOCK": STEP_BLOCK_NUMEL,
             "INTERPRETED": is_interpreted(),
             "num_warps": NUM_WARPS,
         }
 
-    def __call__(self, place: Place, scalars: Sequence[float]) -> None:
+    def __call__(self, operands: Operands, scalars: Sequence[float]) -> None:
         if self._numel:
             self._run(
                 *(
                     self._weights,
-                    place.gradient,
+                    operands.gradient,
                     *self._others,
-                    place.multiplier,
-                    place.found_inf,
+                    operands.multiplier,
+                    operands.found_inf,
                     self._numel,
                     *scalars,
                 ),
@@ -52,7 +52,7 @@ class PreparedLaunch:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Place:
+class Operands:
     """Flat tensors of equal length on one device, which a kernel steps together.
 
     Attributes:
@@ -64,7 +64,7 @@ class Place:
         found_inf: one float32 element. If it is not 0, nothing is written. None to step always.
         is_checked: an earlier `check` has found that weights, states and copy are valid together.
         is_as_before: all tensors are those of an earlier check, or new ones of the same shape, dtype and device.
-        launches: what `launch` has prepared for weights, states and copy of a place that is stepped again; None for others.
+        launches: what `launch` has prepared for weights, states and copy of a operands that is stepped again; None for others.
     """
 
     weights: torch.Tensor
@@ -102,24 +102,26 @@ class Place:
     def write(self, weights: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
         """Copies float32 results to weights, states and copy, unless `found_inf` is not 0. The host does not wait."""
         results = [(self.weights, weights), *((self.states[name], value) for name, value in states.items())]
-        for place, result in [*results, *([] if self.copy is None else [(self.copy, weights)])]:
+        for target, result in [*results, *([] if self.copy is None else [(self.copy, weights)])]:
             stopped = self.found_inf
-            place.copy_(result if stopped is None else torch.where(stopped == 0, result.to(place.dtype), place))
+            target.copy_(result if stopped is None else torch.where(stopped == 0, result.to(target.dtype), target))
 
 
-def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[float], **constants: object) -> None:
-    """Runs an optimizer's kernel over all elements of `place`; does nothing if there are none.
+def launch(
+    step: Kernel, operands: Operands, states: Sequence[str], scalars: Sequence[float], **constants: object
+) -> None:
+    """Runs an optimizer's kernel over all elements of `operands`; does nothing if there are none.
 
     Args:
         states: names of states in the order of the kernel's arguments. The kernel gets None for a missing one.
     """
-    kept, key = place.launches, (step, *constants.values())
+    kept, key = operands.launches, (step, *constants.values())
     prepared = None if kept is None else kept.get(key)
     if prepared is None:
-        prepared = PreparedLaunch(step, place, states, constants)
+        prepared = PreparedLaunch(step, operands, states, constants)
         if kept is not None:
             kept[key] = prepared
-    prepared(place, scalars)
+    prepared(operands, scalars)
 
 
 @kernel

@@ -10,7 +10,7 @@ import torch
 
 from ..arithmetic.flat import runs_triton
 from .base import kernel
-from .flat_steps import Place, launch, load_gradient, own_elements, store_weights
+from .flat_steps import Operands, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,7 +31,7 @@ class Lion:
         return 1 - self.lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, self.lr
 
 
-def lion(place: Place, settings: Lion) -> None:
+def lion(operands: Operands, settings: Lion) -> None:
     """Steps in place, by algorithm 2 of Chen et al. 2023 (arXiv 2302.06675).
 
     With g = gradient * multiplier, lr, beta1, beta2 and weight decay d:
@@ -42,26 +42,26 @@ def lion(place: Place, settings: Lion) -> None:
     Arithmetic is float32, and each operation is rounded. sign(0) and sign(NaN) are 0.
 
     Args:
-        place: the state is `exp_avg`, float32.
+        operands: the state is `exp_avg`, float32.
 
     Raises:
         ValueError: a tensor has the wrong shape, dtype or device.
     """
-    place.check()
-    (lion_triton if runs_triton(place.weights.device) else lion_reference)(place, settings)
+    operands.check()
+    (lion_triton if runs_triton(operands.weights.device) else lion_reference)(operands, settings)
 
 
-def lion_reference(place: Place, settings: Lion) -> None:
+def lion_reference(operands: Operands, settings: Lion) -> None:
     """Computes `lion` in torch, with the same bits as the kernel."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = settings.scalars
-    g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
-    w = place.weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr
+    g, exp_avg = operands.unscaled_gradient, operands.states["exp_avg"]
+    w = operands.weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr
     m = exp_avg * beta2 + g * one_minus_beta2
-    place.write(w, {"exp_avg": m})
+    operands.write(w, {"exp_avg": m})
 
 
-def lion_triton(place: Place, settings: Lion) -> None:
-    launch(_lion, place, ("exp_avg",), settings.scalars)
+def lion_triton(operands: Operands, settings: Lion) -> None:
+    launch(_lion, operands, ("exp_avg",), settings.scalars)
 
 
 @kernel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..arithmetic.flat import runs_triton
 from .base import kernel
-from .flat_steps import Place, launch, load_gradient, own_elements, store_weights
+from .flat_steps import Operands, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,7 +39,7 @@ class SGD:
         return self.weight_decay, kept, added, self.momentum, self.lr
 
 
-def sgd(place: Place, settings: SGD) -> None:
+def sgd(operands: Operands, settings: SGD) -> None:
     """Steps in place, by the formula of `torch.optim.SGD` (torch/optim/sgd.py, `_single_tensor_sgd`).
 
     With lr, weight decay d and momentum mu, on all steps but the first:
@@ -51,36 +51,36 @@ def sgd(place: Place, settings: SGD) -> None:
     Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-        place: the state is `momentum_buffer`, float32 and finite before its first step; present if and only if momentum is
+        operands: the state is `momentum_buffer`, float32 and finite before its first step; present if and only if momentum is
             not 0.
 
     Raises:
         ValueError: a tensor has the wrong shape, dtype or device.
     """
-    has_buffer = "momentum_buffer" in place.states
+    has_buffer = "momentum_buffer" in operands.states
     if has_buffer != (settings.momentum != 0):
         raise ValueError(
             f"hf_zero: momentum is {settings.momentum} and there is {'a' if has_buffer else 'no'} momentum buffer; a buffer "
             "must exist if and only if momentum is not 0. Pass a float32 buffer of zeros, or none."
         )
-    place.check()
-    (sgd_triton if runs_triton(place.weights.device) else sgd_reference)(place, settings)
+    operands.check()
+    (sgd_triton if runs_triton(operands.weights.device) else sgd_reference)(operands, settings)
 
 
-def sgd_reference(place: Place, settings: SGD) -> None:
+def sgd_reference(operands: Operands, settings: SGD) -> None:
     """Computes `sgd` in torch, with the same bits as the kernel."""
     weight_decay, kept, added, momentum, lr = settings.scalars
-    w = place.weights.float()
-    g = place.unscaled_gradient + w * weight_decay
-    if "momentum_buffer" not in place.states:
-        place.write(w - g * lr, {})
+    w = operands.weights.float()
+    g = operands.unscaled_gradient + w * weight_decay
+    if "momentum_buffer" not in operands.states:
+        operands.write(w - g * lr, {})
         return
-    b = place.states["momentum_buffer"] * kept + g * added
-    place.write(w - (g + b * momentum if settings.nesterov else b) * lr, {"momentum_buffer": b})
+    b = operands.states["momentum_buffer"] * kept + g * added
+    operands.write(w - (g + b * momentum if settings.nesterov else b) * lr, {"momentum_buffer": b})
 
 
-def sgd_triton(place: Place, settings: SGD) -> None:
-    launch(_sgd, place, ("momentum_buffer",), settings.scalars, NESTEROV=settings.nesterov)
+def sgd_triton(operands: Operands, settings: SGD) -> None:
+    launch(_sgd, operands, ("momentum_buffer",), settings.scalars, NESTEROV=settings.nesterov)
 
 
 @kernel

@@ -26,8 +26,8 @@ class Box:
         """Returns the box of the whole tensor."""
         return cls(tuple(shape), tuple((Interval(0, size),) for size in shape))
 
-    def split(self, dim: int, parts: int, place: int, *, repeats: int = 1) -> "Box":
-        """Cuts this part along a dimension as `torch.chunk` does, and returns number `place` of `parts`.
+    def split(self, dim: int, parts: int, index: int, *, repeats: int = 1) -> "Box":
+        """Cuts this part along a dimension as `torch.chunk` does, and returns number `index` of `parts`.
 
         Args:
             repeats: number of tensors that are concatenated along the dimension (gate and up projection); each is cut separately.
@@ -35,7 +35,7 @@ class Box:
         held = self.ranges[dim]
         numel = sum(each.numel for each in held)
         size = -(-numel // (parts * repeats))
-        starts = [size * (place + parts * repeat) for repeat in range(repeats)]
+        starts = [size * (index + parts * repeat) for repeat in range(repeats)]
         wanted = [Interval(min(start, numel), min(start + size, numel)) for start in starts]
         kept = tuple(piece for each in wanted for piece in _within(held, each))
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
@@ -89,30 +89,30 @@ class Box:
         row_numel = self.local_shape[last] * inner
         outer_sizes = self.local_shape[:last]
         indices = [[i for each in ranges for i in range(each.start, each.stop)] for ranges in self.ranges[:last]]
-        first, behind = interval.start // row_numel, -(-interval.stop // row_numel)
-        for row in range(first, behind):
+        first, stop = interval.start // row_numel, -(-interval.stop // row_numel)
+        for row in range(first, stop):
             begin = sum(
                 indices[dim][at] * stride
                 for dim, (at, stride) in enumerate(zip(_unravel(row, outer_sizes), strides, strict=True))
             )
-            place = row * row_numel
+            offset = row * row_numel
             for each in self.ranges[last]:
-                run = Interval(place, place + each.numel * inner)
+                run = Interval(offset, offset + each.numel * inner)
                 common = run.intersect(interval)
                 if common is not None:
-                    yield common, begin + each.start * inner + common.start - place
-                place = run.stop
+                    yield common, begin + each.start * inner + common.start - offset
+                offset = run.stop
 
     def slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Yields the contiguous blocks of the part as pairs of indices: (in the whole tensor, in the part)."""
-        placed = []
+        found_blocks = []
         for ranges in self.ranges:
             at, found = 0, []
             for each in ranges:
                 found.append((slice(each.start, each.stop), slice(at, at + each.numel)))
                 at += each.numel
-            placed.append(found)
-        for block in product(*placed):
+            found_blocks.append(found)
+        for block in product(*found_blocks):
             yield tuple(there for there, _ in block), tuple(here for _, here in block)
 
 
@@ -126,9 +126,9 @@ def _within(held: Sequence[Interval], wanted: Interval) -> Iterator[Interval]:
         at += each.numel
 
 
-def _unravel(place: int, sizes: Sequence[int]) -> list[int]:
+def _unravel(offset: int, sizes: Sequence[int]) -> list[int]:
     found = []
     for size in reversed(sizes):
-        place, index = divmod(place, size)
+        offset, index = divmod(offset, size)
         found.append(index)
     return found[::-1]

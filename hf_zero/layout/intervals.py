@@ -108,8 +108,8 @@ class EvenCuts:
             return range(0)
         first = 0 if common.start < self.cut else 1 + (common.start - self.cut) // self.numel
         # Index of the interval with the last wanted element, plus one.
-        behind = 1 if common.stop <= self.cut else 2 + (common.stop - 1 - self.cut) // self.numel
-        return range(first, behind)
+        stop = 1 if common.stop <= self.cut else 2 + (common.stop - 1 - self.cut) // self.numel
+        return range(first, stop)
 
 
 def even_cuts(parts: Iterable[tuple[Interval, int]]) -> list[tuple[EvenCuts, range]]:

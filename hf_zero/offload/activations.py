@@ -100,7 +100,7 @@ class ActivationsInHostMemory:
 
     def _move(self, storage: torch.UntypedStorage) -> "_Moved":
         values = passing_host_bytes(storage.nbytes(), self._device)
-        with self._queue.aside():
+        with self._queue.in_parallel():
             values.copy_(_bytes_of(storage), non_blocking=True)
         # Keep the storage until the copy has ended; otherwise its memory could be reused too early.
         self._leaving.append((self._queue.mark(), storage))
@@ -214,9 +214,9 @@ class _Moved:
             self._fetched = None
 
     def _fetch(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
-        # Allocate outside of `aside`, because memory belongs to the queue of its allocation, and the computing queue uses this.
+        # Allocate outside of `in_parallel`: memory belongs to the queue of its allocation, and the computing queue uses this.
         there = torch.empty_like(self._values, device=device, pin_memory=False)
-        with queue.aside():
+        with queue.in_parallel():
             there.copy_(self._values, non_blocking=True)
         return there.untyped_storage(), queue.mark()
 

@@ -35,7 +35,7 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores, *
         return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores)
     if config.optimizer == "cpu" and config.params == "nvme":
         files = StateFiles(config.files_folder, WINDOW, cores, device, holds_state=False)
-        return NvmeTier(device, files, cores, apart=True)
+        return NvmeTier(device, files, cores, separate_masters=True)
     return HostTier(device, cores) if config.optimizer == "cpu" else Tier(device)
 
 

@@ -30,13 +30,13 @@ class DeviceToHost:
         target.copy_(source)
         return ARRIVED
 
-    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, previous: Arrival) -> Arrival:
         """Starts a copy of the 1-D `source` to the device of the sum, and passes the copy to `add` when it has arrived.
 
         Args:
-            behind: the arrival of the target's previous values.
+            previous: the arrival of the target's previous values.
         """
-        behind.wait()
+        previous.wait()
         add(source)
         return ARRIVED
 
@@ -52,7 +52,7 @@ class _StreamDeviceToHost(DeviceToHost):
     If the target has a wider dtype, the narrow values are sent and widened on the host. torch would widen first, and send twice
     the bytes.
 
-    [Note: sums beside backward]
+    [Note: sums during backward]
     A thread adds up the reduced gradients of micro-batches in host memory, so backward waits neither for the bus nor for the
     host. Each arriving shard has its own buffer, at most one per bucket. Backward waits only if the host is a whole micro-batch
     late.
@@ -71,23 +71,23 @@ class _StreamDeviceToHost(DeviceToHost):
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
         landing = target if target.dtype == source.dtype else landing_in(target, source.dtype)
-        with self._queue.aside():
+        with self._queue.in_parallel():
             landing.copy_(source, non_blocking=True)
             # Otherwise the allocator could reuse the memory before the end of the copy.
             source.record_stream(self._module.current_stream(self._device))
         landed = self._queue.mark()
         return landed if landing is target else _Widened(landed, target, source.dtype)
 
-    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, previous: Arrival) -> Arrival:
         # Wait for the bucket's previous sum; otherwise one landing buffer per micro-batch would pile up.
-        if isinstance(behind, _Added):
-            behind.wait()
+        if isinstance(previous, _Added):
+            previous.wait()
         with self._cores.near():
             landing = self._landings.take(source.nbytes).view(source.dtype)
         landed = self.start_copy(landing, source)
         if self._thread is None:
             self._thread = self._start_thread()
-        return _Added(self._thread.submit(_add_landed, add, landing, landed, behind))
+        return _Added(self._thread.submit(_add_landed, add, landing, landed, previous))
 
     @property
     def sum_bytes(self) -> int:
@@ -108,9 +108,9 @@ class _StreamDeviceToHost(DeviceToHost):
         return thread
 
 
-def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, behind: Arrival) -> None:
+def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, previous: Arrival) -> None:
     # One queue and one thread keep the order, but the previous values may still have to be widened, or may have failed.
-    behind.wait()
+    previous.wait()
     landed.wait()
     with torch.no_grad():
         add(landing)
@@ -189,12 +189,12 @@ class HostToDevice:
         """
         target.copy_(source, non_blocking=True)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def in_parallel(self) -> AbstractContextManager[None]:
         """Runs the copies and collectives inside one after the other, in parallel with later work of the device."""
         return nullcontext()
 
     def hold_up_device(self) -> None:
-        """Makes the device's own queue wait for all copies of `aside`."""
+        """Makes the device's own queue wait for all copies of `in_parallel`."""
 
     def wait(self) -> None:
         """Waits for the copies. Their sources may be written afterwards."""
@@ -217,8 +217,8 @@ class RoundedHostToDevice(HostToDevice):
         self._sent: list[Mark | None] = [None, None]
         self._turn = 0
 
-    def aside(self) -> AbstractContextManager[None]:
-        return self._queue.aside()
+    def in_parallel(self) -> AbstractContextManager[None]:
+        return self._queue.in_parallel()
 
     def hold_up_device(self) -> None:
         self._queue.mark().hold_up_device()
@@ -247,7 +247,7 @@ class RoundedHostToDevice(HostToDevice):
         rounded = self._buffers[turn][: target.nbytes].view(target.dtype)
         rounded.copy_(source)
         target.copy_(rounded, non_blocking=True)
-        # Mark the current queue. Inside `aside` this is the side queue, which runs this copy.
+        # Mark the current queue. Inside `in_parallel` this is the side queue, which runs this copy.
         self._sent[turn] = queue_end(self._device)
 
 

@@ -49,7 +49,7 @@ class DeviceWindow:
         # Copies whose source or target on the device is still in use, the oldest first.
         self._landing: deque[tuple[Mark, torch.Tensor]] = deque()
         # Bytes of everything else: the most at the end of a forward, before the last layer, and how they grow in each layer.
-        self._most_beside_bytes = 0
+        self._most_other_bytes = 0
         self._layer: tuple[object, int] | None = None
         self._growth: dict[object, int] = {}
 
@@ -88,13 +88,13 @@ class DeviceWindow:
         self._end_layer()
         # In the first forward, only measure the layer.
         if self._landing or layer not in self._growth:
-            self._layer = layer, self._beside_bytes
-            self._make_room(beside_bytes=self._growth.get(layer, 0))
+            self._layer = layer, self._other_bytes
+            self._make_room(other_bytes=self._growth.get(layer, 0))
 
     def after_forward(self) -> None:
         """Notes the memory at the end of a forward."""
         self._end_layer()
-        self._most_beside_bytes = max(self._most_beside_bytes, self._beside_bytes)
+        self._most_other_bytes = max(self._most_other_bytes, self._other_bytes)
 
     def before_unknown_layers(self) -> None:
         """Waits for copies to the host before a forward without calls of `before_layer`."""
@@ -121,10 +121,10 @@ class DeviceWindow:
         """Marks the current end of the device's own queue."""
         return Mark() if self.device.type == "cpu" else queue_end(self.device)
 
-    def _make_room(self, nbytes: int = 0, *, beside_bytes: int = 0) -> None:
+    def _make_room(self, nbytes: int = 0, *, other_bytes: int = 0) -> None:
         """Waits for the oldest copies until `nbytes` have room in the window, or everything together in other phases' memory."""
         self._drop_landed()
-        while self._landing and not (self._fits(nbytes) or self._is_free(nbytes + beside_bytes)):
+        while self._landing and not (self._fits(nbytes) or self._is_free(nbytes + other_bytes)):
             self._land()
 
     def _fits(self, nbytes: int) -> bool:
@@ -142,7 +142,7 @@ class DeviceWindow:
 
     def _is_free(self, nbytes: int) -> bool:
         self._drop_landed()
-        return allocated_bytes(self.device) + nbytes <= self._most_beside_bytes
+        return allocated_bytes(self.device) + nbytes <= self._most_other_bytes
 
     def _land(self) -> None:
         # Drop the memory after the wait: it would be used again at once.
@@ -156,14 +156,14 @@ class DeviceWindow:
     def _end_layer(self) -> None:
         if self._layer is not None:
             (layer, before), self._layer = self._layer, None
-            self._growth[layer] = max(0, self._beside_bytes - before)
+            self._growth[layer] = max(0, self._other_bytes - before)
 
     @property
     def _window_bytes(self) -> int:
         return self._held_bytes + sum(flat.nbytes for _, flat in self._landing)
 
     @property
-    def _beside_bytes(self) -> int:
+    def _other_bytes(self) -> int:
         return allocated_bytes(self.device) - self._window_bytes
 
 
@@ -202,7 +202,7 @@ class HostBytes:
             return
         self.drop_fetch()
         flat = self.new_flat(self.nbytes)
-        with self._window.up.aside():
+        with self._window.up.in_parallel():
             # The last step's bytes must be in host memory before they are read from there.
             self._landed.hold_up_device()
             flat.copy_(self.host, non_blocking=True)
@@ -237,7 +237,7 @@ class HostBytes:
             with self._window.cores.near():
                 self.host = pinned(flat.nbytes, self._window.device)
             self._window.renew_limit()
-        with self._window.down.aside():
+        with self._window.down.in_parallel():
             self.host.copy_(flat, non_blocking=True)
             self._note_use(flat)
         self._landed = self._window.down.mark()

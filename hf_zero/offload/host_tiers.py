@@ -61,7 +61,7 @@ class HostTier(Tier):
     """
 
     name = scratch_name = "host memory"
-    is_apart = True
+    is_offloaded = True
     cores: HostCores
 
     def __init__(self, device: torch.device, cores: HostCores):
@@ -100,14 +100,14 @@ class NvmeTier(HostTier):
     Args:
         device: the device of the parameters.
         cores: the cores for steps.
-        apart: keep masters separate from parameters in host memory as well. Without it, such parameters are their own masters.
+        separate_masters: also for parameters in host memory. Without it, such parameters are their own masters.
     """
 
     name = FileWindowTier.name
 
-    def __init__(self, device: torch.device, files: StateFiles, cores: HostCores, *, apart: bool = False):
+    def __init__(self, device: torch.device, files: StateFiles, cores: HostCores, *, separate_masters: bool = False):
         super().__init__(device, cores)
-        self.is_apart = apart or device.type != "cpu"
+        self.is_offloaded = separate_masters or device.type != "cpu"
         self.copies_masters = files.holds_state
         self.files = files
         self.name = NvmeTier.name if files.holds_state else HostTier.name

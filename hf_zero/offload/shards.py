@@ -40,7 +40,7 @@ class ParameterShard:
     def __init__(self, values: torch.Tensor):
         self.values = values
 
-    def rest(self, master: Region | None) -> None:
+    def move_to_tier(self, master: Region | None) -> None:
         """Ends the filling. `master`: the region of an equal copy, which the optimizer updates."""
 
     def start_fetch(self) -> None:
@@ -69,7 +69,7 @@ class ParameterShard:
 class FileShard(ParameterShard):
     """A shard in a file, which is in host memory from its fetch to its use.
 
-    Until `rest`, the values are in ordinary memory, and the shard is filled there.
+    Until `move_to_tier`, the values are in ordinary memory, and the shard is filled there.
 
     Args:
         store: creates this shard's file.
@@ -90,7 +90,7 @@ class FileShard(ParameterShard):
         self._kind = PARAMETER
         self._fetch: Future[torch.Tensor] | None = None
 
-    def rest(self, master: Region | None) -> None:
+    def move_to_tier(self, master: Region | None) -> None:
         numel, dtype = self.values.numel(), self.values.dtype
         if master is not None:
             # The master's region already has these values, because the optimizer's storage writes the master first.
@@ -209,9 +209,9 @@ class ParameterTier:
     name = Tier.name
     files: StateFiles | None = None
 
-    def masters_apart(self, tier: Tier) -> bool:
+    def separates_masters(self, tier: Tier) -> bool:
         """Whether an fp32 shard needs a separate master if the optimizer state is in `tier`."""
-        return tier.is_apart
+        return tier.is_offloaded
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard | None:
         """Returns a shard to be filled, or None if the shard is part of the gathered memory. `name` is the bucket's name."""
@@ -233,7 +233,7 @@ class HostParameters(ParameterTier):
     def __init__(self, device: torch.device, cores: HostCores):
         self._tier = HostTier(device, cores)
 
-    def masters_apart(self, tier: Tier) -> bool:
+    def separates_masters(self, tier: Tier) -> bool:
         return not isinstance(tier, HostTier)
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
@@ -255,7 +255,7 @@ class FileParameters(ParameterTier):
         self.files = files
         self._mover = FileMover(device, window)
 
-    def masters_apart(self, tier: Tier) -> bool:
+    def separates_masters(self, tier: Tier) -> bool:
         return True
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:

@@ -14,7 +14,7 @@ class Tier:
 
     Attributes:
         name: the name in the plan and in the memory report.
-        is_apart: whether the optimizer steps in other memory than the parameters', with separate masters and gradients.
+        is_offloaded: whether the optimizer steps in other memory than the parameters', with separate masters and gradients.
         copies_masters: whether masters with the dtype of parameters on the device are copied from the parameters for each step.
         visits: whether state and separate masters are copied to the training device for the step there.
         scratch_name: the name of the memory returned by `scratch`.
@@ -27,7 +27,7 @@ class Tier:
     """
 
     name = scratch_name = "device"
-    is_apart = copies_masters = visits = False
+    is_offloaded = copies_masters = visits = False
     files: StateFiles | None = None
     cores: HostCores | None = None
     window: DeviceWindow | None = None

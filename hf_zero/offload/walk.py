@@ -80,13 +80,13 @@ class Window:
                 shard, buffer, read = reading.popleft()
                 # Raise a read error at its own shard, not at the end of the walk.
                 read.result()
-                lent = self._lend(shard, buffer)
-                yield shard, lent
+                borrowed = self._borrow(shard, buffer)
+                yield shard, borrowed
                 # If the caller's step fails, `close` ends the walk at the `yield`, so half a step is not written.
-                arrival = self._take_back(lent, buffer)
+                arrival = self._start_return(borrowed, buffer)
                 writing.append((buffer, self._threads.submit(_write_landed, shard, buffer, arrival)))
                 # The memory of a copy on the device is free for the next one.
-                del lent
+                del borrowed
             for _, written in writing:
                 written.result()
         finally:
@@ -96,15 +96,15 @@ class Window:
                 # After a failed step, the device may still read a buffer, which belongs to the pool again now.
                 queue_end(self._device).wait()
 
-    def _lend(self, shard: StoredShard, buffer: torch.Tensor) -> torch.Tensor:
+    def _borrow(self, shard: StoredShard, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the shard's bytes for its use: in the buffer, or a copy in the device's own queue."""
         return buffer if self._pinned is None else buffer[: shard.nbytes].to(self._device, non_blocking=True)
 
-    def _take_back(self, lent: torch.Tensor, buffer: torch.Tensor) -> Arrival:
-        """Starts to copy the result of `_lend` back to the buffer."""
+    def _start_return(self, borrowed: torch.Tensor, buffer: torch.Tensor) -> Arrival:
+        """Starts to copy the result of `_borrow` back to the buffer."""
         if self._pinned is None:
             return ARRIVED
-        buffer[: lent.nbytes].copy_(lent, non_blocking=True)
+        buffer[: borrowed.nbytes].copy_(borrowed, non_blocking=True)
         return queue_end(self._device)
 
     def _make_buffer(self, nbytes: int) -> torch.Tensor:

@@ -161,11 +161,11 @@ class StateStorage:
 
     Attributes:
         is_away: whether the state is only in memory, or only in full precision, during a step.
-        lent_bytes: memory of the state during a step, without a buffer for a file's contents.
+        bytes_in_step: memory of the state during a step, without a buffer for a file's contents.
     """
 
     is_away = False
-    lent_bytes = 0
+    bytes_in_step = 0
 
     def blocks(self) -> Mapping[str, PackedState]:
         """Returns the moments in 8-bit blocks by name, with zeros before the first step; empty without such moments."""

@@ -61,7 +61,7 @@ def _rows_with_gradients(bucket: Bucket) -> Sequence[Row]:
     return bucket.rows if have_gradients(bucket.row_tensors) else [r for r in bucket.rows if r.tensor.grad is not None]
 
 
-class LentStep(BucketStep):
+class FetchedStep(BucketStep):
     """Steps a bucket whose state is fetched before the step and stored after it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]):
@@ -210,9 +210,9 @@ class BucketSteps:
         in_files: dict[StoredShard, Bucket] = {}
         # Buckets in memory follow the order of forward, in which they are sent.
         order = list(reversed(buckets)) if self._window is None else buckets
-        for place, bucket in enumerate(order):
+        for index, bucket in enumerate(order):
             state = self._states[bucket]
-            for following in map(self._states.__getitem__, order[place : place + _AHEAD]):
+            for following in map(self._states.__getitem__, order[index : index + _AHEAD]):
                 if following is not None:
                     following.start_fetch()
             if self._window is None or state is None or state.shard is None:

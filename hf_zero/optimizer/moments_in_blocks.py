@@ -76,38 +76,38 @@ class PackedMoments:
             The flat tensors, (shard_numel,), by name. The tensors in `states` are views of them.
         """
         # Unpack all moments, even without a row in `states`, because blocks are packed again as a whole.
-        lent = {}
+        unpacked = {}
         for name, coded in packed.items():
-            lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32)
-            coded.unpack(lent[name])
+            unpacked[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32)
+            coded.unpack(unpacked[name])
         for row, state in states.items():
             for name, value in self.packable(row, state):
                 if self.is_placeholder(value):
-                    state[name] = row.of(lent[name])
-        return lent
+                    state[name] = row.of(unpacked[name])
+        return unpacked
 
     @torch.no_grad()
-    def pack(self, states: States, lent: dict[str, torch.Tensor], packed: Mapping[str, PackedState]) -> None:
+    def pack(self, states: States, unpacked: dict[str, torch.Tensor], packed: Mapping[str, PackedState]) -> None:
         """Packs the moments in `states` into `packed`, as flat tensors with zeros in the gaps; leaves placeholders.
 
         [Note: blocks of parameters] explains why the result does not depend on the layout, and [Note: nothing drifts] why rows
         without a step do not change.
 
         Args:
-            lent: the result of `unpack`.
+            unpacked: the result of `unpack`.
         """
         for row, state in states.items():
             for name, value in self.packable(row, state):
                 # In a first step there were no blocks, and the optimizer has made its own tensors. Scratch memory is not
                 # cleared: without `zero_`, its old bytes would become moments of rows without state.
-                if name not in lent:
-                    lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32).zero_()
-                view = row.of(lent[name])
+                if name not in unpacked:
+                    unpacked[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32).zero_()
+                view = row.of(unpacked[name])
                 # Copy if the optimizer has replaced the tensor. An unchanged tensor already has its values in place.
                 if value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                 state[name] = self.placeholder(row)
-        for name, values in lent.items():
+        for name, values in unpacked.items():
             packed[name].pack(values)
 
     def placeholder(self, row: Row) -> torch.Tensor:
@@ -145,8 +145,8 @@ class MomentStorage(StateStorage):
 
     def __init__(self, moments: PackedMoments):
         self._moments = moments
-        self._lent: dict[str, torch.Tensor] = {}
-        self.lent_bytes = moments.float_bytes
+        self._unpacked: dict[str, torch.Tensor] = {}
+        self.bytes_in_step = moments.float_bytes
 
     def values(self, row: Row, name: str, value: Any) -> Any:
         if not self._moments.is_placeholder(value):
@@ -198,11 +198,11 @@ class StateInBlocks(MomentStorage):
         return self.packed
 
     def lend(self, states: States, regions: Regions) -> None:
-        self._lent = self._moments.unpack(states, self.packed)
+        self._unpacked = self._moments.unpack(states, self.packed)
 
     def store(self, states: States, regions: Regions) -> None:
-        self._moments.pack(states, self._lent, self.blocks())
-        self._lent = {}
+        self._moments.pack(states, self._unpacked, self.blocks())
+        self._unpacked = {}
 
     def make_ready(self, name: str, states: States) -> set[Row]:
         """Puts the rows' moments into blocks, with zeros for missing ones; returns the rows without previous moments."""

@@ -192,7 +192,7 @@ class ReplicaCheck:
         storage: stores the optimizer state.
         transport: the collectives of the ranks that step together.
         rank: this rank.
-        place_of: returns the ranks with the same part of a parameter, and the number of this rank's shard of this part.
+        copies_of: returns the ranks with the same part of a parameter, and the number of this rank's shard of this part.
         has_copies: whether other ranks also hold this rank's shards and optimizer state.
         weights_in_files: whether stage 3 shards are in files, which have their own checksums.
     """
@@ -205,7 +205,7 @@ class ReplicaCheck:
         storage: OptimizerStorage,
         transport: Transport,
         rank: int,
-        place_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
+        copies_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
         *,
         has_copies: bool,
         weights_in_files: bool,
@@ -216,7 +216,7 @@ class ReplicaCheck:
         self._storage = storage
         self._transport = transport
         self._rank = rank
-        self._place_of = place_of
+        self._copies_of = copies_of
         self._has_copies = has_copies
         self._weights_in_files = weights_in_files
         self._wire = WireSums()
@@ -431,7 +431,7 @@ class ReplicaCheck:
             gradient = row.tensor.grad
             if gradient is not None:
                 # Not `gradient` itself: a read would multiply by the clip coefficient, which a kernel later does for free.
-                values = gradient.behind if isinstance(gradient, ClippedGradient) else gradient.detach()
+                values = gradient.plain if isinstance(gradient, ClippedGradient) else gradient.detach()
                 yield _Own(
                     self._copy_of(row.slot, _GRADIENT), values, (gradient._version, id(gradient), values.data_ptr())
                 )
@@ -468,11 +468,11 @@ class ReplicaCheck:
                 yield _Own(self._copy_of(row.slot, kind), values, (*self._writes(value), id(value)))
 
     def _copy(self, parameter: nn.Parameter, name: str, shard: int, kind: str = _WEIGHTS) -> _Copy:
-        return _Copy(self._place_of(parameter)[0], shard, name, kind)
+        return _Copy(self._copies_of(parameter)[0], shard, name, kind)
 
     def _copy_of(self, slot: ParameterSlot, kind: str = _WEIGHTS) -> _Copy:
         """Returns the key of this rank's shard of a slot."""
-        return self._copy(slot.parameter, slot.name, self._place_of(slot.parameter)[1], kind)
+        return self._copy(slot.parameter, slot.name, self._copies_of(slot.parameter)[1], kind)
 
     def _refuse(self, found: _Findings, step: int) -> None:
         alike: dict[int, list[int]] = {}

@@ -134,11 +134,11 @@ class MomentsInFile(MomentStorage):
             self._pack_part(name, self._everything, torch.zeros(self._everything.numel))
 
     def lend(self, states: States, regions: Regions) -> None:
-        self._lent = self._moments.unpack(states, self._blocks_in(regions))
+        self._unpacked = self._moments.unpack(states, self._blocks_in(regions))
 
     def store(self, states: States, regions: Regions) -> None:
-        self._moments.pack(states, self._lent, self._blocks_in(regions))
-        self._lent = {}
+        self._moments.pack(states, self._unpacked, self._blocks_in(regions))
+        self._unpacked = {}
 
     def close(self, states: States) -> None:
         _to_rows(states)

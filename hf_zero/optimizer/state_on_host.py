@@ -67,7 +67,7 @@ class StateOnHost(StateStorage):
         self._bucket = bucket
         self._inner = inner
         self._bytes = HostBytes(window, bucket.layout.index)
-        self.lent_bytes = inner.lent_bytes
+        self.bytes_in_step = inner.bytes_in_step
         # Where each tensor of the block belongs, and the tensor in host memory.
         self._held: list[tuple[Any, Any, torch.Tensor]] = []
         self._block = _Block([])
@@ -77,8 +77,8 @@ class StateOnHost(StateStorage):
         self._is_seen = False
         # Tensors that the optimizer keeps in host memory, by their `id`.
         self._left: dict[int, torch.Tensor] = {}
-        self._lent: torch.Tensor | None = None
-        self._lent_views: list[torch.Tensor] = []
+        self._fetched: torch.Tensor | None = None
+        self._fetched_views: list[torch.Tensor] = []
         waits = type("_Landing", (_Landing,), {"__slots__": (), "_wait": WeakMethod(self, StateOnHost._wait)})
         self._guard = Guard(waits)
 
@@ -89,9 +89,9 @@ class StateOnHost(StateStorage):
         if self._held:
             self._give_back()
             self._is_seen = self._is_seen_by_others()
-            self._lent = self._bytes.fetched()
-            self._lent_views = self._block.views_of(self._lent)
-            for (holder, key, tensor), view in zip(self._held, self._lent_views):
+            self._fetched = self._bytes.fetched()
+            self._fetched_views = self._block.views_of(self._fetched)
+            for (holder, key, tensor), view in zip(self._held, self._fetched_views):
                 if _get(holder, key) is tensor:
                     holder[key] = view
             self._held = []
@@ -101,22 +101,24 @@ class StateOnHost(StateStorage):
     def store(self, states: States, regions: Regions) -> None:
         self._inner.store(states, regions)
         moved, self._left = self._found_in(states)
-        lent, tensors = self._lent, [tensor for _, _, tensor in moved]
+        fetched, tensors = self._fetched, [tensor for _, _, tensor in moved]
         # In most steps the optimizer has changed the values only.
-        if lent is None or not (len(tensors) == len(self._lent_views) and all(map(is_, tensors, self._lent_views))):
+        if fetched is None or not (
+            len(tensors) == len(self._fetched_views) and all(map(is_, tensors, self._fetched_views))
+        ):
             block = _Block(tensors)
-            if lent is None or block != self._block:
-                lent, self._block = self._bytes.new_flat(block.nbytes), block
-            for tensor, view in zip(tensors, block.views_of(lent)):
+            if fetched is None or block != self._block:
+                fetched, self._block = self._bytes.new_flat(block.nbytes), block
+            for tensor, view in zip(tensors, block.views_of(fetched)):
                 # Copy if the optimizer has made or replaced the tensor. All others already have their values in place.
                 if tensor.data_ptr() != view.data_ptr():
                     view.copy_(tensor)
-        if lent is self._lent:
-            self._lent = None
-        self._lent_views = []
+        if fetched is self._fetched:
+            self._fetched = None
+        self._fetched_views = []
         self._give_back()
         before = self._bytes.host
-        self._bytes.start_store(lent)
+        self._bytes.start_store(fetched)
         is_new = self._bytes.host is not before or len(self._views) != len(moved)
         if is_new or not self._block.has(self._views):
             is_new, self._views = True, self._block.views_of(self._bytes.host)
@@ -159,11 +161,11 @@ class StateOnHost(StateStorage):
 
     def _found_in(self, states: States) -> tuple[list[tuple[Any, Any, torch.Tensor]], dict[int, torch.Tensor]]:
         """Returns (dict or list, key, tensor) of all tensors on the device, and the optimizer's tensors on the host."""
-        moved, left, lent = [], {}, set(map(id, self._lent_views))
+        moved, left, fetched = [], {}, set(map(id, self._fetched_views))
         for holder in (states.values(), self._blocks()):
             for found in _tensors_of(list(holder)):
                 tensor = found[2]
-                if id(tensor) in lent or _moves(tensor, self._bucket.device):
+                if id(tensor) in fetched or _moves(tensor, self._bucket.device):
                     moved.append(found)
                 elif tensor.is_cpu and _has_values(tensor):
                     left[id(tensor)] = tensor
@@ -186,9 +188,9 @@ class StateOnHost(StateStorage):
 
     def _give_back(self) -> None:
         """Frees the copy on the device after a failed step, or if the step has left other tensors."""
-        if self._lent is not None:
-            self._bytes.give_back(self._lent)
-            self._lent = None
+        if self._fetched is not None:
+            self._bytes.give_back(self._fetched)
+            self._fetched = None
 
     def _blocks(self) -> list[dict[str, Any]]:
         return list(map(vars, self._inner.blocks().values()))
@@ -237,10 +239,10 @@ class _Block:
         self._forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
         self._dtypes = set(map(itemgetter(0), self._forms))
         # Arguments of `as_strided` for each tensor: one call instead of three, for several hundred tensors in each step.
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        self._layouts: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.nbytes = 0
         for tensor in tensors:
-            self._places.append((tensor.shape, _dense_strides(tensor.shape), self.nbytes // tensor.itemsize))
+            self._layouts.append((tensor.shape, _dense_strides(tensor.shape), self.nbytes // tensor.itemsize))
             self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def __eq__(self, other: object) -> bool:
@@ -256,7 +258,7 @@ class _Block:
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors as views of a block (uint8)."""
         flats = {dtype: flat.view(dtype) for dtype in self._dtypes}
-        return [flats[dtype].as_strided(*place) for (dtype, _), place in zip(self._forms, self._places)]
+        return [flats[dtype].as_strided(*layout) for (dtype, _), layout in zip(self._forms, self._layouts)]
 
 
 def _dense_strides(shape: torch.Size) -> tuple[int, ...]:

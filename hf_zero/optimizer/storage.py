@@ -122,7 +122,7 @@ class OptimizerStorage:
         self._states: dict[Bucket, BucketState] = {}
         self._steps: list[BucketSteps] = []
         self._bucket_steps: list[BucketStep] = []
-        self._lent_bytes = 0
+        self._most_bytes_in_step = 0
         self.loads = 0
 
     @property
@@ -133,9 +133,9 @@ class OptimizerStorage:
     def adopt(self, bucket: Bucket) -> None:
         """Stores the state of a new bucket before the next bucket is built."""
         state = self._states[bucket] = self._choose_state(bucket)
-        # Store the master before `rest`: afterwards, parameters with its dtype are read from its region in the file.
+        # Store the master before `move_to_tier`: afterwards, parameters with its dtype are read from its region in the file.
         state.master.move_in()
-        bucket.rest(state.master.region)
+        bucket.move_to_tier(state.master.region)
 
     def step_with(
         self,
@@ -167,11 +167,13 @@ class OptimizerStorage:
         elif own:
             self._add(step, in_memory(own, step=step))
         in_host_memory = {
-            bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()
+            bucket: states[bucket] for bucket in buckets if bucket.tier.is_offloaded and bucket in left - own.keys()
         }
         if in_host_memory:
             self._add(step, in_memory(in_host_memory, step=step, wanted=sends_early))
-        self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
+        self._most_bytes_in_step = max(
+            self._most_bytes_in_step, *(state.state.bytes_in_step for state in own.values()), 0
+        )
         for bucket in buckets:
             if self._states[bucket].state.is_away:
                 self._put_earlier(optimizer, bucket)
@@ -258,7 +260,7 @@ class OptimizerStorage:
         """Returns the maximum bytes of buffers for state during a step."""
         shards = [state.shard for state in self._states.values() if state.shard is not None]
         in_files = 0 if self._files is None else self._files.window.nbytes(shards)
-        return self._lent_bytes + in_files + (0 if self._window is None else self._window.most_bytes)
+        return self._most_bytes_in_step + in_files + (0 if self._window is None else self._window.most_bytes)
 
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
         """Returns the bytes of a bucket's state. `tensors`: its entries in `optimizer.state`."""

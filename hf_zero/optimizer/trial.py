@@ -177,8 +177,8 @@ class _Trial:
                     if step == _FIRST_MOVE and not any(bool(move.any()) for move in moves):
                         # Another object steps instead of this one.
                         return Finding(UpdateScope.UNKNOWN, "a trial changed no parameter")
-                    apart = [halves[number % 2].moves()[number // 2] for number in range(len(starts))]
-                    if not _same(moves, apart, starts):
+                    separate = [halves[number % 2].moves()[number // 2] for number in range(len(starts))]
+                    if not _same(moves, separate, starts):
                         return differs(UpdateScope.MODEL, "a trial found dependence on other parameters")
                     if pieces is None:
                         continue

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import BucketKey
-from ..buckets.packed import bytes_beside, scales_as_parameters
+from ..buckets.packed import bytes_of_scales, scales_as_parameters
 from ..buckets.precision import Precision
 from ..buckets.rows import PACKING_BYTES
 from ..comm.groups import Groups, RankGroup
@@ -168,7 +168,7 @@ def _lay_out(
         [(p, expert_shards if p in experts else groups.shard_size) for p in owner],
         lambda: None if free_bytes is None else free_bytes - others_bytes,
     )
-    places = _Places(config, device, sum(p.numel() for p in owner), visits=visits)
+    placements = _Placements(config, device, sum(p.numel() for p in owner), visits=visits)
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
@@ -186,12 +186,12 @@ def _lay_out(
         for layout in division.layouts_of(part, first_index=len(buckets)):
             key = cast(BucketKey, layout.key)
             taken.update(slot.name for slot in layout.slots)
-            place = places.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
-            apart = place.masters_apart
+            placement = placements.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
+            separate_master = placement.separates_masters
             adds = groups.backend == "gloo" and device.type == "cpu" and groups.shard_size > 1
             # Parameters rounded to blocks keep their masters.
-            copies = place.copies_masters and (part.sharded or config.comm.weights == "none")
-            precision = precision_of(config, key, adds_in_master=adds, apart=apart, copies=copies)
+            copies = placement.copies_masters and (part.sharded or config.comm.weights == "none")
+            precision = precision_of(config, key, adds_in_master=adds, separate_master=separate_master, copies=copies)
             tried = (key.optimizer, key.group, precision.master)
             if tried not in state_of:
                 state_of[tried] = _state_of(optimizers, *tried)
@@ -199,7 +199,7 @@ def _lay_out(
             made = _planned(
                 part,
                 layout,
-                place,
+                placement,
                 precision,
                 state_of[tried],
                 step_flops=sum(flops_of(key.optimizer, key.group, shapes[slot.name]) for slot in layout.slots)
@@ -211,14 +211,14 @@ def _lay_out(
             )
             buckets.append(made)
     others = [p for name, p in model.named_parameters() if name not in taken]
-    kept_whole = sum(tensor.nbytes for tensor in (*others, *model.buffers())) + bytes_beside(model)
+    kept_whole = sum(tensor.nbytes for tensor in (*others, *model.buffers())) + bytes_of_scales(model)
     return Layout(config=config, groups=groups, buckets=tuple(buckets), kept_whole=kept_whole)
 
 
 def _planned(
     part: Part,
     layout: BucketLayout,
-    place: "_Place",
+    placement: "_Placement",
     precision: Precision,
     state: tuple[int, ...] | None,
     *,
@@ -232,7 +232,7 @@ def _planned(
     Args:
         part: the modules and parameters of the bucket.
         layout: the bucket's layout.
-        place: the tiers of its state and parameters.
+        placement: the tiers of its state and parameters.
         precision: its dtypes.
         state: bytes per element of each kind of optimizer state.
         step_flops: operations of matrix products in the optimizer's step.
@@ -240,8 +240,8 @@ def _planned(
         by_kernel: whether a GPU kernel steps the bucket; it reads bfloat16 gradients as they were reduced.
         in_blocks: whether moments are stored in blocks.
     """
-    stays_reduced = by_kernel and precision.reduced == torch.bfloat16 and not place.is_apart
-    is_master = place.parameters_are_masters and precision.master == precision.kept
+    stays_reduced = by_kernel and precision.reduced == torch.bfloat16 and not placement.is_offloaded
+    is_master = placement.parameters_are_masters and precision.master == precision.kept
     keeps_master = precision.keeps_master and not is_master
     whole_bytes = layout.numel * precision.param.itemsize
     own_bytes = layout.shard_numel * precision.param.itemsize if in_place and precision.param == precision.kept else 0
@@ -262,11 +262,11 @@ def _planned(
             state_itemsizes=state,
             sharded=part.sharded,
             trained=cast(BucketKey, layout.key).trained,
-            apart=place.is_apart,
-            visits=place.visits,
+            offloaded=placement.is_offloaded,
+            visits=placement.visits,
             in_blocks=in_blocks,
-            state_in_files=place.state_in_files,
-            parameters_in_files=place.parameters_in_files,
+            state_in_files=placement.state_in_files,
+            parameters_in_files=placement.parameters_in_files,
         ),
     )
 
@@ -289,19 +289,19 @@ def _state_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Placement:
     """A bucket's tiers of state and of parameters, without the folders created by real tiers."""
 
-    is_apart: bool
+    is_offloaded: bool
     visits: bool
-    masters_apart: bool
+    separates_masters: bool
     copies_masters: bool
     state_in_files: bool
     parameters_in_files: bool
     parameters_are_masters: bool
 
 
-class _Places:
+class _Placements:
     """Assigns buckets to tiers like `Placement`; see [Note: which part moves].
 
     Args:
@@ -313,18 +313,18 @@ class _Places:
         self._offload, self._on_host = config.offload, device.type == "cpu"
         self._left_numel = self._offload.ratio * trained_numel if self._offload.moves_state else 0.0
 
-    def next(self, key: BucketKey, numel: int, *, sharded: bool) -> _Place:
+    def next(self, key: BucketKey, numel: int, *, sharded: bool) -> _Placement:
         offload = self._offload
         moves = key.trained and self._left_numel > 0.5
         self._left_numel -= numel if key.trained else 0
         in_files = moves and offload.optimizer == "nvme"
         visits = moves and self._steps_on_device
-        is_apart = moves and not visits and (not in_files or not self._on_host)
-        params: Mapping[str, bool] = {"none": is_apart, "cpu": not moves, "nvme": True}
-        return _Place(
-            is_apart=is_apart,
+        is_offloaded = moves and not visits and (not in_files or not self._on_host)
+        params: Mapping[str, bool] = {"none": is_offloaded, "cpu": not moves, "nvme": True}
+        return _Placement(
+            is_offloaded=is_offloaded,
             visits=visits,
-            masters_apart=params[offload.params] if sharded else is_apart,
+            separates_masters=params[offload.params] if sharded else is_offloaded,
             copies_masters=in_files and not visits and not (sharded and offload.moves_params),
             state_in_files=in_files,
             parameters_in_files=sharded and offload.params == "nvme",
@@ -596,7 +596,7 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         )
         packed = numel * PACKING_BYTES * len(state) * cost.in_blocks
         products = bucket.step_flops / cost.layout.shards
-        if cost.apart:
+        if cost.offloaded:
             on_host += stepped + packed
             host_flops += products
             down += numel * cost.gradient_bytes

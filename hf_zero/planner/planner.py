@@ -95,7 +95,7 @@ class Plan:
                 "shape": traced.shape,
                 "peak_bytes": traced.peak_bytes,
                 "saved_bytes": traced.saved_bytes,
-                "logits_bytes": traced.peak_beside(0).logits,
+                "logits_bytes": traced.peak_with(0).logits,
                 "flops": traced.flops,
             },
             "set_ups": [

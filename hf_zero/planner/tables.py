@@ -48,7 +48,7 @@ def header(plan: Plan, *, verbose: bool = False) -> Iterator[str]:
         rows_a_step = "" if traced.shape == AS_GIVEN else f": {rows:,} rows"
         yield f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step{rows_a_step}"
         if verbose:
-            saved, logits = size(traced.saved_bytes), traced.peak_beside(0).logits
+            saved, logits = size(traced.saved_bytes), traced.peak_with(0).logits
             yield f"a micro-batch computes {rounded(traced.flops / 1e12)} TFLOP{part} and saves {saved} for backward"
             if logits:
                 yield f"logits, with what the loss makes of them, take {size(logits)}"

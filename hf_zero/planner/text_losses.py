@@ -15,7 +15,7 @@ from ..hooks.tensors import differentiable_tensors
 
 _TRAINERS = "sentence_transformers.base.trainer"
 _GATHERS = "sentence_transformers.util.distributed"
-_BESIDE_COLUMNS = ("dataset_name", "prompt", "task")
+_OTHER_COLUMNS = ("dataset_name", "prompt", "task")
 """Keys of a batch that a Trainer removes before collecting the columns of texts."""
 
 
@@ -52,14 +52,14 @@ class TextLoss(nn.Module):
             yield from loss.named_modules(memo, f"loss[{index}]", remove_duplicate)
 
     def forward(self, **batch: Any) -> Any:
-        beside = {name: batch.pop(name, None) for name in _BESIDE_COLUMNS}
-        loss = self.losses[self._index_of.get(beside.pop("dataset_name"), 0)]
+        others = {name: batch.pop(name, None) for name in _OTHER_COLUMNS}
+        loss = self.losses[self._index_of.get(others.pop("dataset_name"), 0)]
         columns, labels = self._collect(batch)
         if self.only_encodes:
             return self._encoded(models_in(self.trained)[0], columns)
         taken = inspect.signature(loss.forward).parameters
         with _gathers_of(self._world_size):
-            found = loss(columns, labels, **{name: value for name, value in beside.items() if name in taken})
+            found = loss(columns, labels, **{name: value for name, value in others.items() if name in taken})
         return sum(found.values()) if isinstance(found, Mapping) else found
 
     def _encoded(self, model: nn.Module, columns: list[Any]) -> torch.Tensor:

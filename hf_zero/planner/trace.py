@@ -282,7 +282,7 @@ Like = Callable[..., torch.Tensor]
 """`_like` with the device of a trace."""
 
 
-def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Like) -> Any:
+def _fake_copy(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Like) -> Any:
     """Returns a fake copy of a tensor, or of the state of a packed weight.
 
     Args:
@@ -292,13 +292,13 @@ def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Lik
         like: makes a fake tensor.
     """
     if isinstance(held, torch.Tensor):
-        beside = like(held)
-        living.leave_out(beside)
-        return beside
+        fake = like(held)
+        living.leave_out(fake)
+        return fake
     if not hasattr(held, "absmax"):
         return held
     alike = copies[id(held)] = copy.copy(held)
-    alike.__dict__.update({name: _beside(each, living, copies, like) for name, each in held.__dict__.items()})
+    alike.__dict__.update({name: _fake_copy(each, living, copies, like) for name, each in held.__dict__.items()})
     return alike
 
 
@@ -310,7 +310,7 @@ def _without_memory(
     The copy has no module hooks, because a script's own hooks would count, log or store this pass as a training step.
     """
     copies: dict[int, Any] = {}
-    beside: dict[int, Any] = {}
+    states: dict[int, Any] = {}
     uncast = frozenset() if dtype is None else uncast_parameters(model, dtype)
     with mode:
         for parameter in model.parameters():
@@ -319,12 +319,12 @@ def _without_memory(
             if is_packed(parameter):
                 # Kernels read shapes and blocks from these attributes, but no values.
                 for name, held in parameter.__dict__.items():
-                    copied.__dict__[name] = _beside(held, living, beside, like)
+                    copied.__dict__[name] = _fake_copy(held, living, states, like)
         for buffer in model.buffers():
             copies[id(buffer)] = like(buffer)
     for each in copies.values():
         living.leave_out(each)
-    fake = copy.deepcopy(model, copies | beside)
+    fake = copy.deepcopy(model, copies | states)
     for module in fake.modules():
         for hooks in (
             module._forward_pre_hooks,
@@ -431,8 +431,8 @@ class _LivingBytes(TorchDispatchMode):
     def _at_most(self, before: Live) -> Live:
         """Returns the maximum of `before` and the bytes alive now."""
         most, logits = max((before.most, before.logits), (self.now, self.logits))
-        beside = max(before.beside_logits, self.now - self.logits)
-        return dataclasses.replace(before, most=most, logits=logits, beside_logits=beside)
+        beside = max(before.without_logits, self.now - self.logits)
+        return dataclasses.replace(before, most=most, logits=logits, without_logits=beside)
 
     def _forget(self, address: int, kind: str, nbytes: int) -> None:
         self._known.discard(address)

@@ -99,7 +99,7 @@ class Standing(Enum):
 
 
 _GONE = (Standing.LEFT_STEPS, Standing.LEFT_CALL, Standing.ENDED)
-_APART = (Standing.IN_ANOTHER, Standing.IN_SCRIPT)
+_OTHER_CALLS = (Standing.IN_ANOTHER, Standing.IN_SCRIPT)
 _CULPRITS = (_GONE, (Standing.SILENT,), (Standing.IN_SCRIPT, Standing.ELSEWHERE))
 """Standings of awaited ranks. Each group counts only if no rank is in an earlier one."""
 
@@ -120,7 +120,7 @@ VERDICTS = (
         "rank, outside of `if is_main_process`. " + _EVEN,
     ),
     (
-        _APART,
+        _OTHER_CALLS,
         "Some ranks made a call that other ranks did not make: a forward, a save, a read of parameters, or a step. Make it "
         "on every rank in the same order, outside of `if is_main_process`.",
     ),
@@ -148,7 +148,7 @@ class StragglerReport:
         wait: a failed or a long wait.
         late: the rank at the other end of the connection, if known.
         silence: the reason why nothing is known about the others.
-        place: the current part of training on this rank, in words.
+        phase: the current part of training on this rank, in words.
         begun, starts: see `RankState`; of this rank.
         recent: the last collectives of this rank; empty if they should not be shown.
     """
@@ -159,7 +159,7 @@ class StragglerReport:
     late: int | None = None
     rank_reports: Mapping[int, RankReport] = field(default_factory=dict)
     silence: str | None = None
-    place: str = ""
+    phase: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     recent: Sequence[str] = ()
@@ -207,9 +207,9 @@ class StragglerReport:
         return self.starts.get(theirs, 0) < where.starts.get(theirs, 0)
 
     @property
-    def others_apart(self) -> list[int]:
+    def others_in_other_calls(self) -> list[int]:
         """Lists the ranks waiting in collectives different from this rank's."""
-        return self._ranks_with(_APART)
+        return self._ranks_with(_OTHER_CALLS)
 
     @property
     def culprits(self) -> list[int]:
@@ -233,12 +233,12 @@ class StragglerReport:
             each.words is not None and _WHILE_WAITING in each.words and self.rank in each.culprits
             for each in self.rank_reports.values()
         )
-        return not self.others_apart and any(gave_up)
+        return not self.others_in_other_calls and any(gave_up)
 
     @property
     def finding(self) -> str:
         """Returns one line with the failed collective and the ranks responsible for the failure."""
-        culprits, at = self.culprits, in_brackets(self.wait.holds, self.place, self.line)
+        culprits, at = self.culprits, in_brackets(self.wait.holds, self.phase, self.line)
         if culprits == [self.rank]:
             return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"
         failed = f"{_WHILE_WAITING}{_ranks(culprits)}" if culprits else " failed"
@@ -247,7 +247,7 @@ class StragglerReport:
     @property
     def in_lines(self) -> str:
         """Describes the state of each rank, one line per rank."""
-        at = in_brackets(self.wait.holds, self.place, self.line)
+        at = in_brackets(self.wait.holds, self.phase, self.line)
         return "\n".join(
             [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
         )
@@ -265,15 +265,15 @@ class StragglerReport:
         is_told = (self.culprits and self.rank_reports) or self.wait.failure is None
         reason = [] if is_told else [f"  {self.wait.failure}"]
         silence = [] if self.silence is None else [f"  nothing is known about the other ranks: {self.silence}"]
-        lines = [*reason, *self._apart(), *self._others, *silence]
+        lines = [*reason, *self._different_calls(), *self._others, *silence]
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 
-    def _apart(self) -> list[str]:
+    def _different_calls(self) -> list[str]:
         """Lists the collectives with waiting ranks, if there are several."""
-        if not self.others_apart:
+        if not self.others_in_other_calls:
             return []
         ranks_in: dict[str, list[int]] = {}
-        ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.place)}"] = [self.rank]
+        ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.phase)}"] = [self.rank]
         for rank, each in self.rank_reports.items():
             if each.where is not None and each.where.collective is not None:
                 ranks_in.setdefault(each.where.collective, []).append(rank)
@@ -295,7 +295,7 @@ class StragglerReport:
 
     def _advice(self) -> str:
         culprits = self.culprits
-        suspects = [*culprits, *self.others_apart]
+        suspects = [*culprits, *self.others_in_other_calls]
         found = {self.standings.get(rank): rank for rank in reversed(suspects)} or {None: self.rank}
         standing, advice = next((each, advice) for row, advice in VERDICTS for each in row if each in found)
         return advice.format(
@@ -416,11 +416,11 @@ def is_to_end(report: StragglerReport) -> bool:
     culprits = {report.standings.get(rank) for rank in report.culprits}
     if report.silence is not None or not culprits.isdisjoint((*_GONE, Standing.SILENT)):
         return True
-    apart = [rank_reports[rank].where for rank in report.others_apart]
+    elsewhere = [rank_reports[rank].where for rank in report.others_in_other_calls]
     # Two ranks in different collectives wait for each other. If one of these waits has just begun, the rank may still reach this
     # collective.
-    if any(where is not None and where.seconds >= _AS_LONG * wait.seconds for where in apart):
+    if any(where is not None and where.seconds >= _AS_LONG * wait.seconds for where in elsewhere):
         return True
     # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).
     is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
-    return is_of_training and (bool(apart) or Standing.ELSEWHERE in culprits)
+    return is_of_training and (bool(elsewhere) or Standing.ELSEWHERE in culprits)

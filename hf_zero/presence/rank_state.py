@@ -43,7 +43,7 @@ class RankState:
         line: the current line of the script.
         begun: how often each kind of collective was started.
         holds: the module or the parameters of the bucket of `waits_in`.
-        place: the current part of training (backward, evaluate, ...), and the step.
+        phase: the current part of training (backward, evaluate, ...), and the step.
         starts: how often each collective was started, by its name.
         stack, recent: the stack of the main thread, and the last collectives. Like `starts`, these are empty unless requested.
     """
@@ -57,7 +57,7 @@ class RankState:
     begun: dict[str, int]
     is_in_barrier: bool = False
     holds: str = ""
-    place: str = ""
+    phase: str = ""
     starts: dict[str, int] = field(default_factory=dict)
     stack: str = ""
     recent: tuple[str, ...] = ()
@@ -66,11 +66,11 @@ class RankState:
     def collective(self) -> str | None:
         """Names the awaited collective and the part of training; None outside of a collective."""
         if self.waits_in is not None:
-            return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
-        return None if self.torch_call is None else f"{ScriptCollective(self.torch_call)}{in_brackets(self.place)}"
+            return f"{self.waits_in}{in_brackets(self.holds, self.phase)}"
+        return None if self.torch_call is None else f"{ScriptCollective(self.torch_call)}{in_brackets(self.phase)}"
 
     def __str__(self) -> str:
-        at = in_brackets(self.holds, self.place, self.line)
+        at = in_brackets(self.holds, self.phase, self.line)
         if self.failure is not None:
             return f"gave up waiting in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
         if self.waits_in is not None:

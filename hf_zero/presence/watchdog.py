@@ -50,7 +50,7 @@ _FAREWELL_S = 8.0
 """At its end, the process with the store waits this long for ranks that ask for the reason."""
 _CLOSELY = "closely"
 """A question whose answer also contains the stack and the last collectives."""
-_APART_S = 4.0
+_OTHER_CALLS_S = 4.0
 """After this time, check for two ranks that wait for each other, which no slow rank or link can cause."""
 _ASK_AGAIN_S = 10.0
 _GRACE_S = 8.0
@@ -150,7 +150,7 @@ class Watchdog(Watch):
             rank=self._rank,
             wait=wait,
             line=line,
-            place=self.log.place,
+            phase=self.log.phase,
             begun=dict(self.begun),
             starts=dict(self.starts),
         )
@@ -381,7 +381,7 @@ class Watchdog(Watch):
             line=line,
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,
-            place=self.log.place,
+            phase=self.log.phase,
             starts=dict(self.starts) if closely else {},
             stack=main_stack() if closely and wait is None else "",
             recent=tuple(self.log.last_lines()) if closely else (),
@@ -431,7 +431,7 @@ class StragglerWatch:
         if wait is None or wait.failure is not None:
             return
         is_early = wait.seconds < self._limit_s
-        if is_early and (wait.kind is None or wait is queued or wait.seconds < _APART_S):
+        if is_early and (wait.kind is None or wait is queued or wait.seconds < _OTHER_CALLS_S):
             return
         if wait.end is not None:
             self._end_if_it_goes_on(wait)

@@ -45,8 +45,8 @@ def hold_barrier(
             return came_alone(f"waited {limit_s:.0f} s for ranks {missing}", missing, watchdog.look_for(wait)[1])
         if wait.end is None and wait.seconds >= look_s:
             look_s += _LOOK_S
-            apart, lines = watchdog.look_for(wait)
-            if waiting := [rank for rank in missing if rank in apart]:
+            in_other_calls, lines = watchdog.look_for(wait)
+            if waiting := [rank for rank in missing if rank in in_other_calls]:
                 return came_alone(f"ranks {waiting} wait for this rank in another call", waiting, lines)
         return wait.end
 

@@ -57,7 +57,7 @@ class SequenceRanks:
             ledger: counts the messages.
         """
         plain = CommConfig(timeout_s=comm.timeout_s, late_s=comm.late_s, node_size=comm.node_size)
-        groups = Groups.create(stage=1, device_type=device.type, comm=plain, apart=sets)
+        groups = Groups.create(stage=1, device_type=device.type, comm=plain, separate=sets)
         transport = choose_transport(groups, device, groups.timeout_s, ledger)
         return cls(size=len(sets[0]), index=groups.rank, transport=transport)
 

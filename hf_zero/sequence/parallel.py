@@ -536,8 +536,8 @@ def _refuse_settings(engine: ZeroEngine, size: int) -> None:
         )
     ranks = engine.groups.world_size
     if ranks % size:
-        beside = f" (after tp_size {together})" if together > 1 else ""
-        raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks{beside} of this run.")
+        added = f" (after tp_size {together})" if together > 1 else ""
+        raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks{added} of this run.")
     if engine.module is not engine.model:
         raise ConfigError(
             f"hf_zero: sp_size is {size}, and the optimizer also has parameters of no model, or of a second one; their batches "

@@ -66,7 +66,7 @@ class AgreedOrder:
         self._unanimous: dict[int, tuple[int, int]] = {}
         self._unsure: dict[int, int] = {}
         self._learned: tuple[list[int], list[int]] = ([], [])
-        self._place: dict[int, int] = {}
+        self._position: dict[int, int] = {}
         # Different on each rank.
         self._used: set[int] = set()
         self._own_last = self._last
@@ -183,8 +183,8 @@ class AgreedOrder:
         if chosen >= self._first_end:
             self._reach_end(chosen, heard[count : 2 * count])
             return chosen
-        if chosen not in self._place:
-            self._learn_place(chosen, self._before(number, chosen) if len(needed) > 1 else self._last)
+        if chosen not in self._position:
+            self._learn_position(chosen, self._before(number, chosen) if len(needed) > 1 else self._last)
         self._learn_next(chosen, is_unanimous=len(needed) == 1)
         return chosen
 
@@ -193,7 +193,7 @@ class AgreedOrder:
         if number >= self._first_end:
             return number, 0, 0
         kind = number // self._units
-        return kind, self._place.get(number, len(self._learned[kind])), self._as_declared(number)
+        return kind, self._position.get(number, len(self._learned[kind])), self._as_declared(number)
 
     def _as_declared(self, number: int) -> int:
         return -number if number >= self._units else number
@@ -202,18 +202,18 @@ class AgreedOrder:
         """Returns the latest of the gathers after which ranks need `chosen`. Collective."""
         everyone = self.transport.exchange((number, self._own_last), "exchange of a layer's index in the order")
         return max(
-            (before for needed, before in everyone if needed == chosen), key=lambda each: self._place.get(each, -1)
+            (before for needed, before in everyone if needed == chosen), key=lambda each: self._position.get(each, -1)
         )
 
-    def _learn_place(self, number: int, before: int) -> None:
+    def _learn_position(self, number: int, before: int) -> None:
         """Inserts a new gather into the learned order."""
         kind = number // self._units
         learned = self._learned[kind]
-        place = self._place[before] + 1 if before in self._place and before // self._units == kind else 0
-        while place < len(learned) and self._as_declared(learned[place]) < self._as_declared(number):
-            place += 1
-        learned.insert(place, number)
-        self._place.update((each, index) for index, each in enumerate(learned))
+        position = self._position[before] + 1 if before in self._position and before // self._units == kind else 0
+        while position < len(learned) and self._as_declared(learned[position]) < self._as_declared(number):
+            position += 1
+        learned.insert(position, number)
+        self._position.update((each, index) for index, each in enumerate(learned))
 
     def _learn_next(self, chosen: int, *, is_unanimous: bool) -> None:
         last = self._last
@@ -222,7 +222,7 @@ class AgreedOrder:
             if (last == self.forward_end_with_graph) != is_backward:
                 # An evaluation between forward and backward, or a second forward, does not happen in each step.
                 return
-        elif (last >= self._units) != is_backward or self._place[last] >= self._place[chosen]:
+        elif (last >= self._units) != is_backward or self._position[last] >= self._position[chosen]:
             # Expect only later gathers. Otherwise a cycle could have no agreement.
             return
         before, times = self._unanimous.get(last, (chosen, 0))

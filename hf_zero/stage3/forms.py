@@ -50,7 +50,7 @@ class Forms:
     def __init__(self, memories: Mapping[Bucket, GatheredMemory]):
         self._memories = list(memories.values())
         self._parameters = [parameter for bucket in memories for parameter in bucket.parameters]
-        self._places = [place for bucket in memories for place in bucket.views]
+        self._views = [view for bucket in memories for view in bucket.views]
         self._set_data = [
             partial(memory.set_all_data, bucket.parameters, bucket.views) for bucket, memory in memories.items()
         ]
@@ -135,5 +135,5 @@ class Forms:
         with look_only():
             absences = list(map(_DATA, parameters))
         owners, data, classes = [*parameters, *parameters], ["data"] * count, ["__class__"] * count
-        self._shows = _Change(hidden_kinds, (owners, [*classes, *data], [*kinds, *self._places]))
+        self._shows = _Change(hidden_kinds, (owners, [*classes, *data], [*kinds, *self._views]))
         self._hides = _Change(kinds, (owners, [*data, *classes], [*absences, *hidden_kinds]))

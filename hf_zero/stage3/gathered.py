@@ -179,7 +179,7 @@ class GatheredParameters:
         timeout_s: time limit for the other ranks to make the same call.
 
     Attributes:
-        is_lent: whether parameters temporarily have copies as their data (`lend_copies`) or no values (`lend_names`), so the
+        uses_copies: whether parameters temporarily have copies as their data (`use_copies`) or no values (`use_names`), so the
             model's replaced methods must not gather.
         watching: number of open `gathered` contexts in which computations are supported by `gathered_again`.
     """
@@ -199,10 +199,10 @@ class GatheredParameters:
         self._storage = storage
         self._device = device
         self._timeout_s = timeout_s
-        self._lent: dict[nn.Parameter, torch.Tensor] = {}
+        self._copies: dict[nn.Parameter, torch.Tensor] = {}
         self._open: list[_Record] = []
         # Attributes, not properties, because the hooks of each layer read both.
-        self.is_lent = False
+        self.uses_copies = False
         self.watching = 0
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
@@ -212,7 +212,7 @@ class GatheredParameters:
     def forwards_are_collective(self, module: nn.Module) -> bool:
         """Whether a forward of the module gathers from other ranks."""
         is_held = self.are_held(module.parameters())
-        return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
+        return not (isinstance(self._transport, LocalTransport) or self.uses_copies or is_held)
 
     def are_held(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether these parameters are already whole, inside `gathered`."""
@@ -321,7 +321,7 @@ class GatheredParameters:
             self._schedule.release(units)
 
     @contextmanager
-    def lend_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
+    def use_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
         """Makes whole copies in host memory the data of the module's parameters; yields a dict from parameter to copy.
 
         Gathers one unit at a time. If all units are already whole inside `gathered`, or copies are already in use, nothing is
@@ -330,8 +330,8 @@ class GatheredParameters:
         Args:
             wanted: False joins the gathers without keeping copies.
         """
-        if self.is_lent:
-            yield self._lent
+        if self.uses_copies:
+            yield self._copies
             return
         parameters = set(module.parameters())
         units = self.units_of(parameters)
@@ -354,7 +354,7 @@ class GatheredParameters:
             for parameter, copy in copies.items():
                 show_values(parameter)
                 parameter.data = copy
-            with self._lending(copies):
+            with self._using(copies):
                 yield copies
         finally:
             for parameter in copies:
@@ -365,7 +365,7 @@ class GatheredParameters:
                     unit.set_data(slot)
 
     @contextmanager
-    def lend_names(self) -> Iterator[None]:
+    def use_names(self) -> Iterator[None]:
         """Inside, the model's methods return sharded parameters with name, shape, and the dtype in which they are saved.
 
         Values cannot be read. Not collective.
@@ -373,24 +373,24 @@ class GatheredParameters:
         absent = [
             (unit, slot)
             for unit, slot in self._unit_of.values()
-            if slot.bucket.precision.casts and unit.is_sharded and not self.is_lent
+            if slot.bucket.precision.casts and unit.is_sharded and not self.uses_copies
         ]
         try:
             for unit, slot in absent:
                 unit.memories[slot.bucket].point_at(slot.parameter, slot.bucket.precision.kept)
-            with nullcontext() if self.is_lent else self._lending({}):
+            with nullcontext() if self.uses_copies else self._using({}):
                 yield
         finally:
             for unit, slot in absent:
                 unit.set_data(slot)
 
     @contextmanager
-    def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-        self._lent, self.is_lent = copies, True
+    def _using(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+        self._copies, self.uses_copies = copies, True
         try:
             yield
         finally:
-            self._lent, self.is_lent = {}, False
+            self._copies, self.uses_copies = {}, False
 
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -228,9 +228,9 @@ class ModuleMethods:
 
     def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         stock = type(module).state_dict
-        if self._gathered.is_lent:
+        if self._gathered.uses_copies:
             return stock(module, *args, **kwargs)
-        with self._gathered.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
+        with self._gathered.use_copies(module, f"state_dict() of {type(module).__name__}") as copies:
             result = stock(module, *args, **kwargs)
             # With `keep_vars` the values are the parameters themselves, whose data is hidden again after the context.
             for name, value in result.items():
@@ -246,10 +246,10 @@ class ModuleMethods:
                 # accelerator.get_state_dict returns values only on the main process. peft would look for them on this rank, too.
                 return None
             # Maybe called on only one rank. Only names and shapes of parameters are needed.
-            with self._gathered.lend_names():
+            with self._gathered.use_names():
                 return stock()
         # All ranks meet before anything is written.
-        with self._gathered.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
+        with self._gathered.use_copies(module, f"save_pretrained() of {type(module).__name__}"):
             return stock()
 
     def _adapter_state_dict(
@@ -260,7 +260,7 @@ class ModuleMethods:
             # accelerator.get_state_dict returns values only on the main process.
             return {}
         # Maybe called on only one rank. Only the names in the state dict are needed.
-        with self._gathered.lend_names():
+        with self._gathered.use_names():
             return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
     def _load_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from ..buckets.packed import CodesInPlace, take_out_scales
 from ..buckets.sharded_parameter import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..engine.buffers import place_buffers
+from ..engine.buffers import move_buffers
 from ..engine.compiled_layers import CompiledLayers
 from ..hooks.weak import WeakHook, caller_of_hook
 from ..optimizer.storage import OptimizerStorage
@@ -103,7 +103,7 @@ class ShardedModel:
         return sum(bucket.memory.lasting_bytes for bucket in buckets if not bucket.trained)
 
     @contextmanager
-    def lent(self, model: nn.Module, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+    def whole_copies(self, model: nn.Module, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
         """If `wanted`, parameters are whole copies in host memory inside the context. Entering is collective.
 
         State dicts and forwards of the model and its submodules use the copies. Yields the model's state dict; {} if not
@@ -114,15 +114,17 @@ class ShardedModel:
             purpose: name of the call in errors about late ranks.
             wanted: False joins the gathers without keeping copies.
         """
-        with self.gathered.lend_copies(model, purpose, wanted=wanted) as copies:
+        with self.gathered.use_copies(model, purpose, wanted=wanted) as copies:
             if not wanted:
                 yield {}
                 return
-            lent = {copy.data_ptr() for copy in copies.values()}
+            addresses = {copy.data_ptr() for copy in copies.values()}
             state = model.state_dict(keep_vars=True)
             # A tied weight has one copy, so that savers recognize it. The copies made above are in host memory and have no other
             # user, so they are not copied again.
-            own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
+            own = {
+                id(value): value.detach().to("cpu", copy=value.data_ptr() not in addresses) for value in state.values()
+            }
             yield {name: own[id(value)] for name, value in state.items()}
 
     def hand_back(self, *, wanted: bool) -> None:
@@ -139,7 +141,7 @@ class ShardedModel:
         # Before the new data is set, because hidden parameters refuse new data.
         self._remove()
         if whole:
-            place_buffers(self._model, self._home)
+            move_buffers(self._model, self._home)
         for slot, values in whole.items():
             slot.parameter.data = values
         if self._codes is not None:
@@ -244,22 +246,22 @@ class ShardedModel:
         """Whether the hooks ignore a forward. Errors as in `runs_transformed`."""
         # While copies are in use, only one rank may call a submodule, for example a prompt encoder whose output is saved.
         gathered = self.gathered
-        return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
+        return gathered.uses_copies or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
-        if not (self.gathered.is_lent or transforms()) or not self._is_passed_by(unit, refuses=True):
+        if not (self.gathered.uses_copies or transforms()) or not self._is_passed_by(unit, refuses=True):
             self.schedule.before_forward(unit, (*args, *kwargs.values()))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        if not (self.gathered.is_lent or transforms()) or not self._is_passed_by(unit):
-            self.schedule.after_forward(unit, outputs, has_returned=outputs is not None or not _is_behind_exception())
+        if not (self.gathered.uses_copies or transforms()) or not self._is_passed_by(unit):
+            self.schedule.after_forward(unit, outputs, has_returned=outputs is not None or not _follows_exception())
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
         if not self._is_passed_by(self.root, refuses=True):
             self.schedule.before_read(self.root)
 
 
-def _is_behind_exception() -> bool:
+def _follows_exception() -> bool:
     """Whether torch calls the calling hook because an exception has ended the forward (`always_call`)."""
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__

@@ -133,7 +133,7 @@ class Gradients:
             if filling.last is None:
                 takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, filling.bytes_to_come)
                 if takes_whole and filling.is_learned_now():
-                    filling.learn(_last_hook_of(self, filling.place))
+                    filling.learn(_last_hook_of(self, filling.index))
             elif not filling.is_whole:
                 filling.watch_again(self._hooks_of(filling))
 
@@ -256,7 +256,7 @@ class Gradients:
             self.store.went_on = None
         self._failed.raise_error()
 
-    def take_part_in_the_rest(self) -> None:
+    def join_remaining(self) -> None:
         """Finishes the pass on a rank whose forward or backward has failed, because the other ranks wait for its gradients.
 
         Sends zeros for missing gradients. Collective with the other ranks' backward.
@@ -336,7 +336,7 @@ class Gradients:
         return (
             self.reducing
             and len(filling.arrived) == count == filling.awaited
-            and filling.place >= self._next
+            and filling.index >= self._next
             and filling.bucket.memory.is_readable
             and not torch.is_grad_enabled()
             and filling.is_alone
@@ -403,7 +403,7 @@ class Gradients:
             gradient = cast(torch.Tensor, gradient.take_pending())
             filling.is_plain = False
         # The bucket's reduction has started, so a write to its buffer would change the other ranks' sums.
-        if filling.place < self._next:
+        if filling.index < self._next:
             self._late.add(bucket)
             filling.is_plain = False
             self.may_pass_over &= bucket not in self._passed_over
@@ -435,7 +435,7 @@ class Gradients:
         filling = self._filling_of[slot.bucket]
         filling.is_plain = False
         # If the bucket has started without this slot's gradient, the start has already written zeros.
-        if slot.arrived or filling.place < self._next:
+        if slot.arrived or filling.index < self._next:
             return
         filling.awaited -= 1
         # Expanded from one element, so the zeros need no memory.
@@ -456,22 +456,22 @@ class Gradients:
         begun to fill will probably not become full. If its gradient does arrive, the gradient is late and needs a second
         reduction. Then the model's gradients do not follow the order of the buckets, and no bucket is passed over again.
         """
-        place = self._filling_of[bucket].place
-        if not self.may_pass_over or self._next >= place:
+        index = self._filling_of[bucket].index
+        if not self.may_pass_over or self._next >= index:
             return False
         passed_over = self._buckets[self._next]
         begun = [each for each in self._fillings if each.has_begun]
-        behind = [each for each in begun if self._next < each.place <= place]
+        later = [each for each in begun if self._next < each.index <= index]
         # If a bucket after `bucket` has begun to fill, gradients do not follow the order of the buckets, and the next bucket may
         # still fill up. Buckets with different keys are no evidence, because they fill at the same time as this one.
-        if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
+        if not later or begun[-1].index > index or all(each.bucket.key != passed_over.key for each in later):
             return False
         before = self._next
         self._take_arrived(self._fillings[before])
         # The arrived gradients have not completed the bucket.
         if self._next == before:
             self._start_next()
-        self.start_full(up_to=place)
+        self.start_full(up_to=index)
         return True
 
     def start_up_to(self, number: int) -> None:
@@ -528,9 +528,9 @@ class Gradients:
         buckets, fillings = self._buckets, self._fillings
         last = len(buckets) if up_to is None else up_to
         # In bucket order, not in the order in which buckets fill, because ranks match collectives by their order.
-        while (place := self._next) < last and not fillings[place].awaited:
-            self.store.start(buckets[place])
-            self._next = self.starts.started = place + 1
+        while (index := self._next) < last and not fillings[index].awaited:
+            self.store.start(buckets[index])
+            self._next = self.starts.started = index + 1
 
     @hidden_from_modes
     def _end_pass(self, *, lost: bool | None = None) -> None:
@@ -566,8 +566,8 @@ class Gradients:
             # Skip buckets without gradients to allocate nothing for them, because backward may have run out of memory.
             fillings = [each for each in fillings if each.has_begun or not self._held.isdisjoint(each.bucket.slots)]
             for filling in fillings:
-                if filling.place >= self._next:
-                    self._next = filling.place + 1
+                if filling.index >= self._next:
+                    self._next = filling.index + 1
                     self.store.start(filling.bucket)
             self._next = len(self._buckets)
         # Full or not: every rank starts all buckets of a pass, or other ranks would hang in a collective.
@@ -655,14 +655,14 @@ def _hook_of(gradients: Gradients, index: int) -> Hook:
     return on_gradient
 
 
-def _last_hook_of(gradients: Gradients, place: int) -> Hook:
+def _last_hook_of(gradients: Gradients, index: int) -> Hook:
     """Returns a hook for the last parameter of a learned bucket; like `_hook_of`, without strong references."""
     known = weakref.ref(gradients)
 
     def on_last_gradient(_parameter: torch.Tensor) -> None:
         gradients = known()
         if gradients is not None:
-            gradients.take_bucket(gradients._fillings[place])
+            gradients.take_bucket(gradients._fillings[index])
 
     return on_last_gradient
 

@@ -40,26 +40,26 @@ class BufferPool:
         self._bytes = 0
         self.most_bytes = 0
 
-    def room_for(self, bucket: Bucket, beside: int = 0) -> int | None:
+    def room_for(self, bucket: Bucket, in_use: int = 0) -> int | None:
         """Returns how many large buffers may still be borrowed; None if the bucket's buffer is small, which has no limit.
 
         Args:
-            beside: lowers the limit by this number of large buffers, whose memory is in use elsewhere.
+            in_use: lowers the limit by this number of large buffers, whose memory is in use elsewhere.
         """
-        return None if bucket in self._small else max(0, max(1, self._limit - beside) - self._large_out)
+        return None if bucket in self._small else max(0, max(1, self._limit - in_use) - self._large_out)
 
-    def take(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
-        """Returns a buffer of the reduce dtype with at least the bucket's elements and undefined contents. `beside`: as above."""
+    def take(self, bucket: Bucket, in_use: int = 0) -> torch.Tensor:
+        """Returns a buffer of the reduce dtype with at least the bucket's elements and undefined contents. `in_use`: as above."""
         free, numel, is_large = self._free_for[bucket], bucket.layout.numel, bucket not in self._small
         self._large_out += is_large
         if len(free) == 1 and free[0].numel() >= numel:
             return free.pop()
-        large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= numel] if free else None
+        large_enough = [index for index, buffer in enumerate(free) if buffer.numel() >= numel] if free else None
         # The smallest of these, because a larger bucket may need a larger one at the same time.
         if large_enough:
-            return free.pop(min(large_enough, key=lambda place: free[place].numel()))
+            return free.pop(min(large_enough, key=lambda index: free[index].numel()))
         if is_large:
-            self._make_room(max(1, self._limit - beside))
+            self._make_room(max(1, self._limit - in_use))
         buffer = self._tier.scratch(numel, bucket.precision.reduce)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
@@ -73,7 +73,7 @@ class BufferPool:
         else:
             self._free_for[bucket].append(buffer)
 
-    def rest(self) -> None:
+    def free_unused(self) -> None:
         """Frees the buffers not in use."""
         for buffers in self._free.values():
             self._bytes -= sum(buffer.nbytes for buffer in buffers)

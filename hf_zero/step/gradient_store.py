@@ -236,11 +236,11 @@ class GradientStore(ABC):
         """Starts the bucket's reduction, with zeros in slots without a gradient."""
         is_whole = self._is_put_whole(bucket)
         if not is_whole:
-            self._put_rest(bucket)
+            self._put_remaining(bucket)
         self._start(bucket, is_whole=is_whole)
 
     @abstractmethod
-    def _put_rest(self, bucket: Bucket) -> None:
+    def _put_remaining(self, bucket: Bucket) -> None:
         """Puts gradients of earlier `no_sync` micro-batches for which no hook has run in this pass."""
 
     def start_unfilled(self, bucket: Bucket) -> None:

@@ -29,7 +29,7 @@ class Filling:
     """How much of a bucket is filled in the running pass, and which hooks watch its gradients. See [Note: one hook a bucket].
 
     Attributes:
-        place: index of the bucket.
+        index: index of the bucket.
         awaited: number of slots without a gradient.
         arrived: in a learned bucket, the parameters whose gradients have arrived but are not handled yet, in their order.
         last: in a learned bucket, the slot whose hook handles all gradients; else None.
@@ -51,12 +51,12 @@ class Filling:
             "bytes_to_come",
             "completed_by",
         ),
-        *("first", "is_plain", "is_whole", "last", "place", "slot_of"),
+        *("first", "is_plain", "is_whole", "last", "index", "slot_of"),
     )
 
-    def __init__(self, bucket: Bucket, place: int, first: int):
+    def __init__(self, bucket: Bucket, index: int, first: int):
         self.bucket = bucket
-        self.place = place
+        self.index = index
         self.first = first
         self.awaited = 0
         self.arrived: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ def where_from(
         losses: the loss of each micro-batch of the step; None if the model returned no loss.
         rows: this rank's rows with their gradients.
     """
-    place_of = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    index_of = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     mine = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
     bad_losses = [
         (micro + 1, loss.item()) for micro, loss in enumerate(losses) if loss is not None and not torch.isfinite(loss)
@@ -30,7 +30,7 @@ def where_from(
     rank = dist.get_rank() if dist.is_initialized() else 0
     everyone = transport.exchange((rank, mine, bad_losses, known))
     # Backward runs from the last parameter to the first, so a bad gradient makes the gradients of all earlier layers bad.
-    names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
+    names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -index_of.get(n, 0))
     return f"{_of_parameters(names)}{_of_batches(everyone, len(losses), transport.watch.log.step + 1)}"
 
 

@@ -151,7 +151,7 @@ class ParameterGather:
             # An earlier gather of this bucket may still write to the same memory.
             self.finish(bucket)
             # In the queue of the copies from the tier, because the gather sends the shard that they write.
-            with bucket.tier.h2d.aside() if bucket.tier.is_apart else nullcontext():
+            with bucket.tier.h2d.in_parallel() if bucket.tier.is_offloaded else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:
             _ARRIVING.guard(started.parameters)

@@ -72,7 +72,7 @@ class ReplicatedGradients(GradientStore):
         self._keep(bucket, flat)
         return flat
 
-    def _put_rest(self, bucket: Bucket) -> None:
+    def _put_remaining(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if not slot.arrived and slot.parameter.grad is not None:
                 slot.used = True

@@ -66,16 +66,16 @@ class ShardedGradients(GradientStore):
         self._reservations: dict[Bucket, Reservation] = {}
         self._lasting_bytes: dict[Bucket, int] = {}
         # Buffers borrowed from the pool, and the buckets with a running reduction in such a buffer.
-        self._lent: dict[Bucket, torch.Tensor] = {}
+        self._borrowed: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
         self._scratches: dict[Bucket, int] = {}
-        self._most_beside_bytes = 0
+        self._most_scratch_bytes = 0
 
     def held_bytes(self) -> dict[str, int]:
         gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
         return {
             "gradients": gradients + self._landing.d2h.sum_bytes,
-            "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
+            "gradient buffers": self._pool.most_bytes + self._most_scratch_bytes,
         }
 
     @property
@@ -97,14 +97,14 @@ class ShardedGradients(GradientStore):
         lasts = self._lasts(bucket)
         self._accumulated.discard(bucket)
         # Free the shard, because the next forward needs memory for activations. The next backward allocates another one.
-        if not lasts or bucket.device.type != "cpu" or bucket.tier.is_apart or self._stays_in_place(bucket):
+        if not lasts or bucket.device.type != "cpu" or bucket.tier.is_offloaded or self._stays_in_place(bucket):
             self._shards.pop(bucket, None)
         reservation = self._reservations.get(bucket)
         if reservation is None:
             return
         if bucket.device.type != "cpu":
             del self._lasting[bucket], self._reservations[bucket]
-        elif not bucket.tier.is_apart and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
+        elif not bucket.tier.is_offloaded and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
             # Not if offloaded, because a copy to the tier may still read the buffer. The padding reads as zero afterwards.
             reservation.release()
 
@@ -141,7 +141,7 @@ class ShardedGradients(GradientStore):
             return self._open_buffer(bucket)
         # The gradients themselves need as much memory as another buffer. `put_whole` writes zeros into the gaps, which saves a
         # kernel launch per gap here.
-        return self._borrow(bucket, beside=1)
+        return self._borrow(bucket, in_use=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         bucket = slot.bucket
@@ -171,7 +171,7 @@ class ShardedGradients(GradientStore):
             if not is_there:
                 slot.parameter.grad = slot.sharded_gradient
 
-    def _put_rest(self, bucket: Bucket) -> None:
+    def _put_remaining(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             # Earlier `no_sync` micro-batches may have left a sum.
             if not slot.arrived:
@@ -195,13 +195,13 @@ class ShardedGradients(GradientStore):
 
     def finish_all(self) -> None:
         super().finish_all()
-        self._pool.rest()
+        self._pool.free_unused()
 
     def discard_open(self) -> None:
         for bucket in self._open:
             # Return the buffer to the pool. A lost buffer would count against the limit until the end of the run.
-            if bucket in self._lent:
-                self._pool.release(bucket, self._lent.pop(bucket))
+            if bucket in self._borrowed:
+                self._pool.release(bucket, self._borrowed.pop(bucket))
                 self._scratches.pop(bucket, None)
         super().discard_open()
 
@@ -223,14 +223,14 @@ class ShardedGradients(GradientStore):
             return self._lasting_buffer(bucket)
         return clear_padding(self._borrow(bucket), bucket.layout)
 
-    def _borrow(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
-        """Borrows a buffer from the pool, with undefined contents. `beside`: see `BufferPool.room_for`."""
+    def _borrow(self, bucket: Bucket, in_use: int = 0) -> torch.Tensor:
+        """Borrows a buffer from the pool, with undefined contents. `in_use`: see `BufferPool.room_for`."""
         pool, in_flight = self._pool, self._in_flight
-        room = pool.room_for(bucket, beside)
+        room = pool.room_for(bucket, in_use)
         if room == 1 and not in_flight:
             # The bucket would get the last buffer, so start an earlier, partly filled bucket before.
             self._landing.step.start_passed_over(bucket)
-            room = pool.room_for(bucket, beside)
+            room = pool.room_for(bucket, in_use)
         # Backward waits here for the oldest reduction, because the limit on buffers limits gradient memory.
         while room == 0 and (in_flight or self._landing.step.start_passed_over(bucket)):
             if in_flight:
@@ -239,9 +239,9 @@ class ShardedGradients(GradientStore):
                 if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.index_of[oldest] + 1)):
                     break
                 self.finish(oldest)
-            room = pool.room_for(bucket, beside)
-        lent = self._lent[bucket] = pool.take(bucket, beside)
-        return lent if lent.numel() == bucket.layout.numel else lent[: bucket.layout.numel]
+            room = pool.room_for(bucket, in_use)
+        borrowed = self._borrowed[bucket] = pool.take(bucket, in_use)
+        return borrowed if borrowed.numel() == bucket.layout.numel else borrowed[: bucket.layout.numel]
 
     def _spill(self, bucket: Bucket) -> None:
         """Moves an earlier reduced shard out of the buffer before the buffer is filled again."""
@@ -253,7 +253,7 @@ class ShardedGradients(GradientStore):
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         target = self._targets[bucket] = self._target(bucket, flat)
         handle = self._reduction.start(bucket, flat, target)
-        if bucket in self._lent:
+        if bucket in self._borrowed:
             self._in_flight.append(bucket)
         return handle
 
@@ -261,8 +261,8 @@ class ShardedGradients(GradientStore):
         """Returns the memory for the reduced shard, (shard_numel,) of the dtype of the reduction's result."""
         reduced = bucket.precision.reduced
         fits = reduced == bucket.precision.reduce
-        if not (fits and bucket not in self._lent):
-            if bucket.tier.is_apart:
+        if not (fits and bucket not in self._borrowed):
+            if bucket.tier.is_offloaded:
                 # Separate memory, because the copy to the host still reads the shard after the next bucket has got the buffer.
                 return self._scratch(bucket)
             if reduced == bucket.gradient_dtype and all(map(is_, map(_GRAD, bucket.row_tensors), repeat(None))):
@@ -274,21 +274,21 @@ class ShardedGradients(GradientStore):
         return flat[own.start : own.stop]
 
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        reduced, is_lent = self._targets.pop(bucket), bucket in self._lent
-        if is_lent:
+        reduced, is_borrowed = self._targets.pop(bucket), bucket in self._borrowed
+        if is_borrowed:
             self._in_flight.remove(bucket)
-        target = reduced if not is_lent and self._stays_in_place(bucket) else self._shard(bucket)
+        target = reduced if not is_borrowed and self._stays_in_place(bucket) else self._shard(bucket)
         arrival = self._leave(bucket, reduced, target, going_on)
-        if is_lent:
+        if is_borrowed:
             self._scratches.pop(bucket, None)
             # After the copy out of the buffer, because the next bucket fills the buffer at once.
-            self._pool.release(bucket, self._lent.pop(bucket))
+            self._pool.release(bucket, self._borrowed.pop(bucket))
         return arrival
 
     def _stays_in_place(self, bucket: Bucket) -> bool:
         """Whether a shard reduced in a lasting buffer stays there until the step."""
         precision = bucket.precision
-        return precision.reduce == precision.reduced == bucket.gradient_dtype and not bucket.tier.is_apart
+        return precision.reduce == precision.reduced == bucket.gradient_dtype and not bucket.tier.is_offloaded
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         """Returns the memory of this rank's gradients between backward and step, (shard_numel,) of `gradient_dtype`."""
@@ -322,14 +322,14 @@ class ShardedGradients(GradientStore):
         return add_or_set(bucket, reduced, target, self._d2h(bucket), going_on)
 
     def _d2h(self, bucket: Bucket) -> DeviceToHost:
-        return self._landing.d2h if bucket.tier.is_apart else _AT_ONCE
+        return self._landing.d2h if bucket.tier.is_offloaded else _AT_ONCE
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
         """Returns a temporary shard on the training device."""
         scratch = Tier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
-        if bucket in self._lent:
+        if bucket in self._borrowed:
             self._scratches[bucket] = scratch.nbytes
-            self._most_beside_bytes = max(self._most_beside_bytes, sum(self._scratches.values()))
+            self._most_scratch_bytes = max(self._most_scratch_bytes, sum(self._scratches.values()))
         return scratch
 
 
@@ -341,7 +341,7 @@ def choose_store(
         return ReplicatedGradients(reduction, landing)
     # If the shard is the whole bucket, a reduced shard is as large as the buffer, so a pool would save nothing.
     is_replicated = all(bucket.group.groups.shard_size == 1 for bucket in buckets)
-    is_whole = is_replicated and not any(bucket.tier.is_apart for bucket in buckets)
+    is_whole = is_replicated and not any(bucket.tier.is_offloaded for bucket in buckets)
     passing = BufferPool(buckets, GRAD_BUFFERS, buckets[0].device)
     kept: Literal["accumulated", "pooled"] = "accumulated" if config.stage == 1 else "pooled"
     return ShardedGradients(reduction, landing, passing, "lasting" if is_whole else kept)

@@ -165,7 +165,7 @@ class ShardedOptimizer:
         """Whether the state of rows is in files, which are removed with the engine."""
         return self._storage.is_in_files
 
-    def places(self) -> dict[nn.Parameter, Interval]:
+    def intervals(self) -> dict[nn.Parameter, Interval]:
         """Returns the elements of each whole parameter in this rank's row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 

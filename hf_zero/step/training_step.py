@@ -158,7 +158,7 @@ class TrainingStep(StepContext):
         parts = self._parts
         # Copies to host memory start as reductions end: if they waited for all reductions, no kernels of backward would hide
         # them. On the CPU, gradients are not copied.
-        copies = parts.tier.is_apart and parts.tier.device.type != "cpu"
+        copies = parts.tier.is_offloaded and parts.tier.device.type != "cpu"
         most = gradient_buffers.GRAD_BUFFERS if copies else None
         landing = GradientTarget(
             d2h=parts.tier.d2h,
@@ -364,7 +364,7 @@ class TrainingStep(StepContext):
         for buffers in self._parts.model_buffers.values():
             buffers.after_pass(failed=failed)
         if failed and self.gradients.ended == ended_before:
-            self.gradients.take_part_in_the_rest()
+            self.gradients.join_remaining()
         mine = torch.tensor([failed], dtype=torch.uint8)
         mesh = self._parts.mesh
         among = mesh.dp.transport if mesh.split.is_empty else mesh.world
@@ -379,7 +379,7 @@ class TrainingStep(StepContext):
 
     def _before_forward(self, module: nn.Module, _args: tuple) -> None:
         parts = self._parts
-        if is_in_backward() or parts.sharded.gathered.is_lent:
+        if is_in_backward() or parts.sharded.gathered.uses_copies:
             # Activation checkpointing runs the forward again inside backward, and a saver runs a forward on one rank.
             return
         if torch.is_grad_enabled():
@@ -447,7 +447,7 @@ class TrainingStep(StepContext):
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
         # A saver's forward on one rank has no backward.
-        if torch.is_grad_enabled() and not parts.sharded.gathered.is_lent:
+        if torch.is_grad_enabled() and not parts.sharded.gathered.uses_copies:
             self._enter(TrainingState.BACKWARD)
             # As in DDP, the flags at the time of the forward decide about the backward after it.
             self._choose_reducing()
@@ -534,7 +534,7 @@ class TrainingStep(StepContext):
         # Reversed, because gradients fill buckets from the last layer on, and the next forward reads the first layer first.
         self._written, self._to_send = set(), deque(reversed(buckets))
         # If nothing is sent, all masters are written back together.
-        is_sent = self._parts.tier.is_apart or bool(unsharded(buckets))
+        is_sent = self._parts.tier.is_offloaded or bool(unsharded(buckets))
         self._sends_early = is_sent and self._may_send_early and sharded.keeps_stepped_rows
         self._parts.tier.take_cores()
         # A clip above has set its own state.
@@ -598,7 +598,7 @@ class TrainingStep(StepContext):
         """Writes a bucket back, then sends stepped buckets in the order of all ranks, up to the first unstepped one."""
         if not self._sends_early:
             return
-        with bucket.tier.h2d.aside():
+        with bucket.tier.h2d.in_parallel():
             self._parts.storage.write_back([bucket])
         # Count the step's writes as known. Otherwise the next forward would refuse them as unsent writes by the script.
         self.row_writes.follow([bucket])

@@ -44,7 +44,7 @@ class Anchor:
         self._at_hand = at_hand
         self._among = among
         numel = -(-bucket.master.numel() // among.size)
-        start, stop = (min(bucket.master.numel(), place * numel) for place in (among.index, among.index + 1))
+        start, stop = (min(bucket.master.numel(), index * numel) for index in (among.index, among.index + 1))
         self.own = Interval(start, stop)
         self.values = nn.Parameter(torch.zeros(numel, dtype=bucket.master.dtype, device=bucket.master.device))
         is_nesterov = outer.momentum > 0

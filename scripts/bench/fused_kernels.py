@@ -25,7 +25,7 @@ from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, quantize_dynamic
 from hf_zero.device import free_bytes
 from hf_zero.kernels.adamw import AdamW, adamw
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
-from hf_zero.kernels.flat_steps import Place
+from hf_zero.kernels.flat_steps import Operands
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
@@ -57,8 +57,8 @@ def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
         moments.append(Coded(codes, torch.empty(blocks(numel), device=device)))
         quantize_dynamic(values, moments[-1].codes, moments[-1].scales, code)
 
-    def place(**states: Any) -> Place:
-        return Place(weights=weights, gradient=gradient, states=states, copy=copy)
+    def place(**states: Any) -> Operands:
+        return Operands(weights=weights, gradient=gradient, states=states, copy=copy)
 
     in_32_bits = place(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     in_8_bits = place(exp_avg=moments[0], exp_avg_sq=moments[1])

@@ -104,7 +104,7 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
         with ExitStack() as stack:
             for each in (
                 patch("hf_zero.engine.assemble.check_parameters"),
-                patch("hf_zero.engine.assemble.place_buffers"),
+                patch("hf_zero.engine.assemble.move_buffers"),
                 patch("hf_zero.engine.assemble.broadcast_buffers"),
                 # A view without memory is its own alias.
                 patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),

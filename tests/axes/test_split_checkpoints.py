@@ -158,7 +158,7 @@ def reports(rank: int, world_size: int, folder: Path, tp: int, ep: int) -> dict:
         "state": sum(row.bytes for row in memory.rows if row.kind.startswith("optimizer state")),
         "sent": comm.bytes_by_verb(),
         "table": comm.table(),
-        "place": engine.transport.ledger.watch.log.place,
+        "place": engine.transport.ledger.watch.log.phase,
     }
     engine.close()
     return found | {"local": sum(values.size for values in local_of(model).values())}

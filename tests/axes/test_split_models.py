@@ -323,7 +323,7 @@ def looks(rank: int, world_size: int, folder: str, stage: int) -> dict:
         # AdamW's first moment of a first step.
         "moment": torch.allclose(moment, 0.1 * gradient, rtol=1e-5),
         "table": engine.comm_report().table(),
-        "place": engine.transport.ledger.watch.log.place,
+        "place": engine.transport.ledger.watch.log.phase,
     }
     whole = engine.whole_state_dict(wanted=rank == 3)
     engine.close()

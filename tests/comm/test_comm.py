@@ -954,13 +954,13 @@ def test_all_but_the_last_run_on_behind_what_begins_later():
 
 
 class Beside(SideQueue):
-    """Tells whether the host is inside `aside`."""
+    """Tells whether the host is inside `in_parallel`."""
 
     def __init__(self):
         self.is_inside = False
 
     @contextmanager
-    def aside(self, *, behind=None):
+    def in_parallel(self, *, behind=None):
         self.is_inside = True
         yield
         self.is_inside = False

@@ -52,11 +52,11 @@ class Queue:
     def catch_up(self) -> None:
         self.done_s = self.asked_s
 
-    def now(self) -> "Place":
-        return Place(self)
+    def now(self) -> "Operands":
+        return Operands(self)
 
 
-class Place(Moment):
+class Operands(Moment):
     """The end of what a queue has been asked for so far."""
 
     def __init__(self, queue: Queue):
@@ -66,7 +66,7 @@ class Place(Moment):
     def is_past(self) -> bool:
         return self._seconds <= self._queue.done_s
 
-    def seconds_until(self, later: "Place") -> float:
+    def seconds_until(self, later: "Operands") -> float:
         assert self.is_past and later.is_past, "read before the device was there"
         return later._seconds - self._seconds
 
@@ -128,7 +128,7 @@ def test_a_collective_made_of_others_waits_once_and_is_under_way_in_both():
 def test_times_begin_with_the_first_question_and_bytes_with_the_first_collective():
     queue, asked = Queue(), []
 
-    def now() -> Place:
+    def now() -> Operands:
         asked.append(queue.asked_s)
         return queue.now()
 

@@ -278,7 +278,7 @@ def of_an_argument(text: str) -> ZeroConfig:
         arguments = ZeroTrainingArguments(output_dir=folder, zero=text, use_cpu=True, report_to=[])
     plugin = arguments.parallelism_config
     assert isinstance(plugin, ZeroPlugin)
-    plugin.stand_aside()
+    plugin.stop_watching()
     return plugin.config
 
 

@@ -215,7 +215,7 @@ def test_a_forward_of_a_saver_and_one_that_backward_repeats_are_no_further_micro
                 with torch.no_grad():
                     run.model.transformer.wte.weight.fill_(float("inf"))
             batch = gpt2_batch(torch.Generator().manual_seed(micro), 2)
-            with run.engine.lent("a saver's look", wanted=True):
+            with run.engine.whole_copies("a saver's look", wanted=True):
                 run.model(**batch)
             checkpoint(loss_of, batch, torch.ones((), requires_grad=True), use_reentrant=use_reentrant).backward()
         run.optimizer.step()

@@ -63,7 +63,7 @@ PAIRS = list(itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")))
 
 def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_path):
     def resized(
-        numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False
+        numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False
     ) -> ResizedReservation:
         return ResizedReservation(numel, dtype, kept, device)
 

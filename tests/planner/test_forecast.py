@@ -158,7 +158,7 @@ def test_logits_are_counted_apart_with_what_the_loss_makes_of_them(autocast):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=wide))
     traced = trace(model, lambda: batch_of(model, rows, LENGTH), shape="", tokens=rows * LENGTH, autocast=autocast)
     whole = rows * LENGTH * wide * 4
-    peak, logits, _ = traced.peak_beside(0)
+    peak, logits, _ = traced.peak_with(0)
     assert (logits, traced.saved_logits) == (3 * whole, whole)
     chunked = traced.in_chunks()
     assert not chunked.has_logits and chunked.saved_bytes == traced.saved_bytes - traced.saved_logits

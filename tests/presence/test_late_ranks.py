@@ -169,7 +169,7 @@ def test_the_launcher_is_told_by_the_late_rank_too(runs):
 
 
 def where(
-    waits_in: object = None, torch_call: str | None = None, seconds: float = 100.0, place: str = "evaluate, step 812"
+    waits_in: object = None, torch_call: str | None = None, seconds: float = 100.0, phase: str = "evaluate, step 812"
 ) -> RankState:
     return RankState(
         waits_in=None if waits_in is None else str(waits_in),
@@ -180,7 +180,7 @@ def where(
         line="train.py:3: step()",
         begun={},
         holds=getattr(waits_in, "holds", ""),
-        place=place,
+        phase=phase,
     )
 
 
@@ -206,7 +206,7 @@ def report(what: object, others: dict[int, RankState | None], silence: str | Non
         line="",
         rank_reports=rank_reports,
         silence=silence,
-        place="training step, step 812",
+        phase="training step, step 812",
         recent=["a line"],
     )
 
@@ -271,8 +271,8 @@ def test_one_line_says_which_ranks_wait_where():
         report(
             REDUCE,
             {
-                1: where(REDUCE, place="training step, step 812"),
-                2: where(REDUCE, place="training step, step 812"),
+                1: where(REDUCE, phase="training step, step 812"),
+                2: where(REDUCE, phase="training step, step 812"),
                 3: where(GATHER),
             },
         )
@@ -307,7 +307,7 @@ def test_a_rank_that_came_too_late_names_itself_and_not_the_rank_that_gave_up(ga
         begun={GATHER.kind: 8, REDUCE.kind: 8},
         rank_reports={1: gave_up(gave_up_in, is_alive=is_alive)},
     )
-    assert found.culprits == [0] and not found.others_apart
+    assert found.culprits == [0] and not found.others_in_other_calls
     assert f"the {GATHER} failed: the other ranks had given up waiting for rank 0 (" in str(found)
     assert "waiting for rank 1" not in str(found) and "Look at rank 0. A rank that is only slow" in str(found)
 
@@ -316,7 +316,7 @@ def test_a_rank_that_is_in_a_call_of_its_own_is_told_of_the_calls_and_not_that_i
     found = replace(
         report(GATHER, {}), late=1, begun={GATHER.kind: 8}, rank_reports={1: gave_up(REDUCE, is_alive=True)}
     )
-    assert found.others_apart == [1] and "the ranks are in different collectives" in str(found)
+    assert found.others_in_other_calls == [1] and "the ranks are in different collectives" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -566,9 +566,9 @@ def test_a_place_of_its_own_is_left_again_when_it_ends_with_an_error():
     log = CollectiveLog()
     log.site = "forward"
     with pytest.raises(LookupError), log.at("save"):
-        assert log.place == "save, step 0"
+        assert log.phase == "save, step 0"
         raise LookupError
-    assert log.place == "forward, step 0"
+    assert log.phase == "forward, step 0"
 
 
 # ---- copies of parameters ----

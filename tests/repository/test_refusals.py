@@ -280,7 +280,7 @@ TAKE_PURPOSES = (
     "lent",
     "meet",
     "gathered",
-    "lend_copies",
+    "use_copies",
 )
 
 

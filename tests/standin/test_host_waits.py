@@ -203,7 +203,8 @@ def test_a_step_asks_as_little_of_the_device_as_the_stage_needs(stage, counted):
         # Each records its end, and the look for a bad norm its own.
         assert kinds["event"] == collectives + 1
         # The norm goes to the host, and its digits become others; the agreement's sum is a copy.
-        assert own(asked, "copy") <= 4
+        # At stage 3, one loop restores the mark of each bucket's absent values.
+        assert own(asked, "copy") <= 4 + (buckets if stage == 3 else 0)
         # Here torch's loops over tensors are a launch for each; on an accelerator they are few for all.
         # The norm's loop has a value for each row; the clip's has one for each run of rows that lie next to each other.
         norms, clips = (
@@ -211,9 +212,9 @@ def test_a_step_asks_as_little_of_the_device_as_the_stage_needs(stage, counted):
             for loop in LOOPS
         )
         assert 0 < clips <= norms
-        # Gradients are joined and divided, and zeros written between and after them; stage 3 hides what it lets go.
+        # Gradients are joined and divided, and zeros written between and after them.
         rest = own(asked, "launch") - norms - clips
-        assert rest <= (6 if stage == 3 else 3) * buckets + 8
+        assert rest <= 3 * buckets + 8
         # A shard or a buffer for each bucket, three buffers of the pool, and those that stage 3 gathers into.
         allocations = own(asked, "allocation") - norms
         assert allocations <= (3 if stage == 3 else 1) * buckets + 16

@@ -408,7 +408,7 @@ def test_a_master_goes_up_beside_what_the_device_computes_and_is_sent_at_once(li
 def written_aside(queue: SideQueue, *, is_ordered: bool) -> None:
     """A stream writes what another has read."""
     values = torch.ones(8, device=own_device())
-    with queue.aside():
+    with queue.in_parallel():
         values.zero_()
     if is_ordered:
         queue.mark().hold_up_device()
@@ -419,7 +419,7 @@ def written_aside(queue: SideQueue, *, is_ordered: bool) -> None:
 def freed(queue: SideQueue, *, is_ordered: bool) -> None:
     """Memory goes back under a stream's use."""
     values = torch.ones(8, device=own_device())
-    with queue.aside():
+    with queue.in_parallel():
         values.add_(1)
         if is_ordered:
             values.record_stream(torch.accelerator.current_stream(own_device()))

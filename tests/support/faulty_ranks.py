@@ -221,7 +221,7 @@ def saves_on_rank_0(rank: int, accelerator: Accelerator | None, model: nn.Module
     if rank == 0 and accelerator is not None:
         accelerator.save_state(str(folder / "state"))
     elif rank == 0:
-        with engine_of(model).lent("a state dict", wanted=True):
+        with engine_of(model).whole_copies("a state dict", wanted=True):
             pass
 
 

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from hf_zero.kernels.adamw import AdamW, adamw_reference, adamw_triton
-from hf_zero.kernels.flat_steps import Place
+from hf_zero.kernels.flat_steps import Operands
 from hf_zero.kernels.lion import Lion, lion_reference, lion_triton
 from hf_zero.kernels.sgd import SGD, sgd_reference, sgd_triton
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def place_of(names: Sequence[str], weights: torch.Tensor, gradient: torch.Tensor, *states: Any, **rest: Any) -> Place:
+def place_of(
+    names: Sequence[str], weights: torch.Tensor, gradient: torch.Tensor, *states: Any, **rest: Any
+) -> Operands:
     """Makes a kernel's arguments from tensors in their usual order."""
-    return Place(weights=weights, gradient=gradient, states=dict(zip(names, states, strict=True)), **rest)
+    return Operands(weights=weights, gradient=gradient, states=dict(zip(names, states, strict=True)), **rest)
 
 
 def exact_adamw(w: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor], s: AdamW) -> list[torch.Tensor]:
