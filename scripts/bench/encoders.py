@@ -72,6 +72,7 @@ class Cell(NamedTuple):
 
 
 _OWN = "DDP does not average gradients of the loss's parameters: each rank trains its own"
+_OF_SCORES: dict[str, Any] = {"without_gradient": "classifier.bias", "has_float64": False}
 _INSIDE = "the loss calls the model inside of DDP's, so that DDP averages nothing"
 _ONCE = "grad_accumulation=local"
 """Mini-batches of a cached loss are added up before their reduction, as DDP does."""
@@ -168,9 +169,10 @@ CELLS = {
         settings=_ONCE,
     ),
     "MarginMSE, cross": Cell("cross", _of("MarginMSELoss"), "scored triplets"),
-    "ListNet": Cell("cross", _of("ListNetLoss"), "lists", has_float64=False),
-    "LambdaLoss": Cell("cross", _of("LambdaLoss"), "lists", has_float64=False),
-    "LambdaLoss, mini-batches": Cell("cross", _of("LambdaLoss", mini_batch_size=2), "lists", has_float64=False),
+    # These losses depend only on differences of scores, in which the last bias cancels.
+    "ListNet": Cell("cross", _of("ListNetLoss"), "lists", **_OF_SCORES),
+    "LambdaLoss": Cell("cross", _of("LambdaLoss"), "lists", **_OF_SCORES),
+    "LambdaLoss, mini-batches": Cell("cross", _of("LambdaLoss", mini_batch_size=2), "lists", **_OF_SCORES),
     # Sparse encoders
     "Splade": Cell("sparse", lambda losses, model, folder: _splade(losses, model), "triplets"),
     "CachedSplade": Cell(

@@ -205,7 +205,9 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     # Kernels and the fake group write nothing, so a norm is computed from uninitialized memory, which may contain a NaN.
     NonFiniteCheck.found = lambda *_: None
     for module in (hf_zero.buckets.gathered_memory, hf_zero.step.sharded_gradients):
-        module.reserve = lambda numel, dtype, where, kept, separate_own=False: ResizedReservation(numel, dtype, kept, where)
+        module.reserve = lambda numel, dtype, where, kept, separate_own=False: ResizedReservation(
+            numel, dtype, kept, where
+        )
     for module in (hf_zero.buckets.gathered_memory, hf_zero.buckets.memory):
         module.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
     batches = [SHAPES[case.model].workload.make_batch(rank, step) for step in range(BATCHES)]

@@ -585,7 +585,9 @@ def train_edited(rank: int, model: nn.Module, settings: dict | None, after_step:
     return [*losses, *(float(parameter.detach().sum()) for parameter in model.parameters())]
 
 
-def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False) -> Reservation:
+def resized(
+    numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False
+) -> Reservation:
     return ResizedReservation(numel, dtype, kept, device)
 
 

@@ -516,6 +516,7 @@ def test_a_search_trains_the_trials_of_ddp_in_one_launch(door, tmp_path):
 def test_fifty_trials_leave_nothing_behind(door, tmp_path):
     pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
     if door == "files":
+        (tmp_path / "nvme").mkdir()
         door = f"flag stage=3,offload.optimizer=nvme,offload.params=nvme,offload.nvme_path={tmp_path}/nvme"
     settings = {"n_trials": 50, "stops": False, "save_strategy": "steps", "time_limit_s": 900}
     for outcome in run_on_ranks(search, door=door, output_dir=str(tmp_path / "run"), **settings):

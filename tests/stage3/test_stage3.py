@@ -673,7 +673,9 @@ def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_us
         assert 0 < schedule.peak_bytes <= passing_root + sum(largest), settings
 
 
-def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False) -> Reservation:
+def resized(
+    numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, separate_own: bool = False
+) -> Reservation:
     return ResizedReservation(numel, dtype, kept, device)
 
 
