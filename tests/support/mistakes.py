@@ -556,7 +556,9 @@ MISTAKES: dict[str, Mistake] = {
         "a, m, o = prepared()\na.load_state('nowhere')", "no folder nowhere", r"accelerator\.save_state wrote"
     ),
     "a missing folder for files": _script(
-        "prepared(offload={'optimizer': 'nvme', 'nvme_path': 'no/such'})", "'no/such', which is not a folder", "Create it"
+        "prepared(offload={'optimizer': 'nvme', 'nvme_path': 'no/such'})",
+        "'no/such', which is not a folder",
+        "Create it",
     ),
     "layers of another model": _script("prepared(3, unit_modules=['BertLayer'])", "BertLayer", "Its classes: Linear"),
     "groups of 3 of 2 ranks": _script(
