@@ -101,7 +101,10 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("kind", "settings", "start", "layouts"),
     [
-        ("mixtral", {"stage": 3, "comm": {"gradients": "int8"}}, "tp2 ep4", ["one", "ep2"]),
+        pytest.param(
+            *("mixtral", {"stage": 3, "comm": {"gradients": "int8"}}, "tp2 ep4", ["one", "ep2"]),
+            marks=pytest.mark.extra("wire"),
+        ),
         slow("llama", {"stage": 2}, "tp2 x dp2", ["one", "dp4", "tp4"]),
         slow("mixtral", {"stage": 3}, "tp2 ep2", ["dp4", "tp4 ep4", "one", "ep2"]),
         slow("mixtral", {"stage": 0}, "ep2", ["ep4", "one", "tp2 ep4"]),

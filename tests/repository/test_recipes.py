@@ -155,7 +155,8 @@ def test_a_recipe_trains_as_under_ddp_at_every_stage_and_shows_what_its_page_sho
     shown = losses_in(shown_after(recipe.name, recipe.command()))
     assert len(shown) == len(losses_in(launched.said)) == len(launched.losses)
     if recipe.name != "grpo":  # Another processor may round differently, and then sample other completions.
-        assert shown == pytest.approx(launched.losses, rel=0.02)
+        # The reranker's last loss differs by 2.9 % between an AMD and an Intel processor, for DDP as well.
+        assert shown == pytest.approx(launched.losses, rel=0.05)
 
 
 # Pages

@@ -225,6 +225,7 @@ def test_a_call_waits_for_an_import_and_leaves_the_loader_as_it_was(tmp_path, mo
     (tmp_path / "imported_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
+    before = list(sys.meta_path)
     with AfterImport(
         {"imported_later": lambda module: seen.append(module.value), "json": lambda _: seen.append("json")}
     ):
@@ -232,7 +233,7 @@ def test_a_call_waits_for_an_import_and_leaves_the_loader_as_it_was(tmp_path, mo
         module = importlib.import_module("imported_later")
         assert seen == ["json", 1]
     assert "exec_module" not in vars(module.__spec__.loader)
-    assert not any(isinstance(finder, AfterImport) for finder in sys.meta_path)
+    assert sys.meta_path == before
 
 
 def test_the_command_line_is_read_up_to_the_script(script, monkeypatch):

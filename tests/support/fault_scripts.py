@@ -81,6 +81,8 @@ STARTS = {
 MOVED = {
     "hf_zero.hub.push import render": "hf_zero.hub.card import render",
     "hf_zero.comm.arrivals": "hf_zero.presence.arrivals",
+    # lock_is_lost looks for the message of the refusal.
+    "another run writes there now": "another run is writing there",
     # scale_end: at the end of a run, ranks read one counter in the store instead of one key for each other rank.
     "processes._store, processes._known = Store(), {}": (
         "processes._store, processes._known, processes._here, processes._counted = Store(), {}, {}, set()"

@@ -192,7 +192,8 @@ class Folder:
         self.outcomes: dict[Line, Outcome] = {}
         self.launchers_left = set(launchers)
         shutil.copy(ROOT / "pyproject.toml", path)
-        for name in ("configs", "scripts"):
+        # The simulated clock of `offload.py --timeline` is in the tests' folder.
+        for name in ("configs", "scripts", "tests/support"):
             # Skip compiled modules: another process may be renaming a listed file before it is copied.
             shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         for block in examples:
