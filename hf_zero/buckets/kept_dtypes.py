@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..config import AUTO, ZeroConfig
-from .packed import with_packed
+from .packed import of_packed_modules
 from .precision import kept_dtype
 from .unread_weights import wanted_dtype
 
@@ -60,7 +60,7 @@ class GatheredDtypes:
     def __init__(self, model: nn.Module, config: ZeroConfig):
         self._config = config
         self._dtype = torch.bfloat16 if config.gather_dtype == "bfloat16" else None
-        self._packed = with_packed(model)
+        self._packed = of_packed_modules(model)
         self._spared = self._packed | uncast_parameters(model, self._dtype) if self._dtype else frozenset()
         auto = config.param_dtype == AUTO
         self._kept = frozenset() if auto else uncast_parameters(model, getattr(torch, config.param_dtype))

@@ -28,7 +28,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return not parameter.requires_grad and (is_code or _state_of(parameter) is not None)
 
 
-def with_packed(model: nn.Module) -> frozenset[nn.Parameter]:
+def of_packed_modules(model: nn.Module) -> frozenset[nn.Parameter]:
     """Returns packed weights, and all parameters of modules with a packed weight, because such modules cast their own inputs."""
     held = [list(module.parameters(recurse=False)) for module in model.modules()]
     return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)

@@ -90,7 +90,7 @@ class Layout(ABC):
 
         def make_files() -> dict[str, Any] | None:
             # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
-            with engine.sharded.gathered.use_names():
+            with engine.sharded.gathered.without_values():
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 

@@ -58,7 +58,7 @@ class WeightsPlan:
 
 def weight_rows(engine: ZeroEngine) -> WeightsPlan:
     """Returns this rank's shards of the model under the model's own names, tied weights once. Collective."""
-    with engine.sharded.gathered.use_names():
+    with engine.sharded.gathered.without_values():
         # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
         tensors = saved_tensors_of(engine.model)
         weights = {

@@ -207,7 +207,7 @@ class StragglerReport:
         return self.starts.get(theirs, 0) < where.starts.get(theirs, 0)
 
     @property
-    def others_in_other_calls(self) -> list[int]:
+    def ranks_in_other_calls(self) -> list[int]:
         """Lists the ranks waiting in collectives different from this rank's."""
         return self._ranks_with(_OTHER_CALLS)
 
@@ -233,7 +233,7 @@ class StragglerReport:
             each.words is not None and _WHILE_WAITING in each.words and self.rank in each.culprits
             for each in self.rank_reports.values()
         )
-        return not self.others_in_other_calls and any(gave_up)
+        return not self.ranks_in_other_calls and any(gave_up)
 
     @property
     def finding(self) -> str:
@@ -270,7 +270,7 @@ class StragglerReport:
 
     def _different_calls(self) -> list[str]:
         """Lists the collectives with waiting ranks, if there are several."""
-        if not self.others_in_other_calls:
+        if not self.ranks_in_other_calls:
             return []
         ranks_in: dict[str, list[int]] = {}
         ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.phase)}"] = [self.rank]
@@ -295,7 +295,7 @@ class StragglerReport:
 
     def _advice(self) -> str:
         culprits = self.culprits
-        suspects = [*culprits, *self.others_in_other_calls]
+        suspects = [*culprits, *self.ranks_in_other_calls]
         found = {self.standings.get(rank): rank for rank in reversed(suspects)} or {None: self.rank}
         standing, advice = next((each, advice) for row, advice in VERDICTS for each in row if each in found)
         return advice.format(
@@ -416,7 +416,7 @@ def is_to_end(report: StragglerReport) -> bool:
     culprits = {report.standings.get(rank) for rank in report.culprits}
     if report.silence is not None or not culprits.isdisjoint((*_GONE, Standing.SILENT)):
         return True
-    elsewhere = [rank_reports[rank].where for rank in report.others_in_other_calls]
+    elsewhere = [rank_reports[rank].where for rank in report.ranks_in_other_calls]
     # Two ranks in different collectives wait for each other. If one of these waits has just begun, the rank may still reach this
     # collective.
     if any(where is not None and where.seconds >= _AS_LONG * wait.seconds for where in elsewhere):

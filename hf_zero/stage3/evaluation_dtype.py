@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..buckets.packed import with_packed
+from ..buckets.packed import of_packed_modules
 from .sharded_model import ShardedModel
 
 
 @contextmanager
 def computing_in(model: nn.Module, sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
     """Makes floating-point parameters and buffers `dtype` inside, as `model.to(dtype)` does. Not for training; collective."""
-    spared = with_packed(model) | sharded.unit_of.keys()
+    spared = of_packed_modules(model) | sharded.unit_of.keys()
     whole = {p: p.data for p in model.parameters() if p not in spared and p.is_floating_point()}
     buffers = [
         (module, name, buffer)

@@ -179,7 +179,7 @@ class GatheredParameters:
         timeout_s: time limit for the other ranks to make the same call.
 
     Attributes:
-        uses_copies: whether parameters temporarily have copies as their data (`use_copies`) or no values (`use_names`), so the
+        uses_copies: whether parameters have temporary copies as data (`use_copies`) or no values (`without_values`), so the
             model's replaced methods must not gather.
         watching: number of open `gathered` contexts in which computations are supported by `gathered_again`.
     """
@@ -365,7 +365,7 @@ class GatheredParameters:
                     unit.set_data(slot)
 
     @contextmanager
-    def use_names(self) -> Iterator[None]:
+    def without_values(self) -> Iterator[None]:
         """Inside, the model's methods return sharded parameters with name, shape, and the dtype in which they are saved.
 
         Values cannot be read. Not collective.

@@ -246,7 +246,7 @@ class ModuleMethods:
                 # accelerator.get_state_dict returns values only on the main process. peft would look for them on this rank, too.
                 return None
             # Maybe called on only one rank. Only names and shapes of parameters are needed.
-            with self._gathered.use_names():
+            with self._gathered.without_values():
                 return stock()
         # All ranks meet before anything is written.
         with self._gathered.use_copies(module, f"save_pretrained() of {type(module).__name__}"):
@@ -260,7 +260,7 @@ class ModuleMethods:
             # accelerator.get_state_dict returns values only on the main process.
             return {}
         # Maybe called on only one rank. Only the names in the state dict are needed.
-        with self._gathered.use_names():
+        with self._gathered.without_values():
             return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
     def _load_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -307,7 +307,7 @@ def test_a_rank_that_came_too_late_names_itself_and_not_the_rank_that_gave_up(ga
         begun={GATHER.kind: 8, REDUCE.kind: 8},
         rank_reports={1: gave_up(gave_up_in, is_alive=is_alive)},
     )
-    assert found.culprits == [0] and not found.others_in_other_calls
+    assert found.culprits == [0] and not found.ranks_in_other_calls
     assert f"the {GATHER} failed: the other ranks had given up waiting for rank 0 (" in str(found)
     assert "waiting for rank 1" not in str(found) and "Look at rank 0. A rank that is only slow" in str(found)
 
@@ -316,7 +316,7 @@ def test_a_rank_that_is_in_a_call_of_its_own_is_told_of_the_calls_and_not_that_i
     found = replace(
         report(GATHER, {}), late=1, begun={GATHER.kind: 8}, rank_reports={1: gave_up(REDUCE, is_alive=True)}
     )
-    assert found.others_in_other_calls == [1] and "the ranks are in different collectives" in str(found)
+    assert found.ranks_in_other_calls == [1] and "the ranks are in different collectives" in str(found)
 
 
 @pytest.mark.parametrize(
